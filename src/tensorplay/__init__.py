@@ -1,0 +1,1 @@
+"""TensorPlay Distributed Algorithms."""

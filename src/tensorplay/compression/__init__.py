@@ -1,0 +1,1 @@
+"""Codecs, exchanges and the driver that brings them to the wire."""

@@ -1,1 +1,3 @@
 """TensorPlay Distributed Algorithms."""
+
+__version__ = "0.1.0"

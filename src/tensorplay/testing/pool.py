@@ -1,0 +1,240 @@
+"""The ranks kept between calls: one template process, forks of it, and the store their groups meet on."""
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from tensorplay.testing.wire import Idle, MessageReader, send_message
+
+__all__ = ["Pool", "Rank"]
+
+_START_SECONDS = 180.0
+_END_SECONDS = 10.0
+
+
+class Rank:
+    """The caller's end of one rank process."""
+
+    def __init__(self, pid: int, connection: socket.socket, output: IO[bytes], stack: IO[bytes]) -> None:
+        self.pid = pid
+        self.connection = connection
+        self.reader = MessageReader(connection)
+        self.wait_status: int | None = None
+        self._output = output
+        self._stack = stack
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not been reported as ended."""
+        return self.wait_status is None
+
+    def send(self, message: Any) -> None:
+        """Send a message; a rank that has just ended is noticed elsewhere."""
+        with contextlib.suppress(ConnectionError):
+            send_message(self.connection, message)
+
+    def clear(self) -> None:
+        """Empty what it printed and its stack, before a call."""
+        for file in (self._output, self._stack):
+            os.ftruncate(file.fileno(), 0)
+
+    def output(self) -> str:
+        """What it has printed in this call, stdout and stderr in order."""
+        return _content(self._output)
+
+    def stack(self) -> str:
+        """The stacks it has written when asked, or nothing."""
+        return _content(self._stack)
+
+    def close(self) -> None:
+        """Close the caller's files."""
+        self.connection.close()
+        self._output.close()
+        self._stack.close()
+
+
+def _content(file: IO[bytes]) -> str:
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), size, 0).decode(errors="backslashreplace")
+
+
+class Pool:
+    """Start, keep and end rank processes. Made by the first call; `close` ends every process it started."""
+
+    def __init__(self) -> None:
+        self.owner_pid = os.getpid()
+        self.ranks: list[Rank] = []
+        self.calls = 0
+        self._text = b""
+        self._store, self.store_port = _loopback_store()
+        self.control, theirs = socket.socketpair()
+        with theirs:
+            self._template = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **fixed_environment()},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        atexit.register(self.close)
+        self._expect("ready", _START_SECONDS)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the template still runs and this process made it (a forked child must not use it)."""
+        return self.owner_pid == os.getpid() and not self.control._closed and self._template.poll() is None  # type: ignore[attr-defined]
+
+    def take(self, world_size: int) -> list[Rank]:
+        """The first `world_size` ranks; what is missing is forked."""
+        self._read_template()
+        self._forget_ended()
+        while len(self.ranks) < world_size:
+            self.ranks.append(self._fork())
+        ranks = self.ranks[:world_size]
+        for rank in ranks:
+            rank.clear()
+        return ranks
+
+    def signal(self, rank: Rank, number: int, group: bool = False) -> None:
+        """Send a signal, if the rank still lives, to it or to all it has started as well."""
+        order = {"do": "signal", "pid": rank.pid, "signal": int(number), "group": group}
+        with contextlib.suppress(OSError):
+            self.control.sendall(json.dumps(order).encode() + b"\n")
+
+    def kill(self, ranks: list[Rank]) -> None:
+        """End ranks now, with all they have started, and wait until they are gone."""
+        for rank in ranks:
+            if rank.alive:
+                self.signal(rank, signal.SIGKILL, group=True)
+        deadline = time.monotonic() + _END_SECONDS
+        while any(rank.alive for rank in ranks) and time.monotonic() < deadline:
+            self.wait(0.2)
+        self._forget_ended()
+
+    def wait_idle(self, ranks: list[Rank], seconds: float) -> None:
+        """Wait until each has cleaned up; end those that don't in time, or could not clean up."""
+        deadline = time.monotonic() + seconds
+        unfit = []
+        waiting = [rank for rank in ranks if rank.alive]
+        while waiting and time.monotonic() < deadline:
+            self.wait(min(0.2, deadline - time.monotonic()), [rank.connection for rank in waiting])
+            for rank in list(waiting):
+                answers = [message for message in rank.reader.read() if isinstance(message, Idle)]
+                if answers or not rank.alive:
+                    waiting.remove(rank)
+                if answers and answers[0].leftover is not None:
+                    unfit.append(rank)
+        self.kill(waiting + unfit)
+
+    def wait(self, seconds: float, connections: list[socket.socket] | None = None) -> None:
+        """Wait until a rank writes or ends, at most `seconds`; note those that have ended."""
+        watched = [self.control, *(connections or [])]
+        readable, _, _ = select.select(watched, [], [], max(0.0, seconds))
+        if self.control in readable:
+            self._read_template()
+
+    def close(self) -> None:
+        """End every process. Does nothing in a forked child or when done already."""
+        atexit.unregister(self.close)
+        if self.owner_pid != os.getpid():
+            return
+        self.control.close()
+        for rank in self.ranks:
+            rank.close()
+        self.ranks.clear()
+        try:
+            self._template.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._template.kill()
+            self._template.wait()
+        self._store = None
+
+    def _fork(self) -> Rank:
+        ours, theirs = socket.socketpair()
+        output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - kept as long as the rank
+        stack = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        with theirs:
+            for file in (output, stack):
+                _append_only(file.fileno())
+            descriptors = [theirs.fileno(), output.fileno(), stack.fileno()]
+            socket.send_fds(self.control, [b'{"do": "fork"}\n'], descriptors)
+        return Rank(self._expect("pid", _START_SECONDS)["pid"], ours, output, stack)
+
+    def _expect(self, key: str, seconds: float) -> dict[str, int]:
+        deadline = time.monotonic() + seconds
+        while True:
+            if (left := deadline - time.monotonic()) <= 0:
+                self.close()
+                raise RuntimeError(
+                    f"the process that ranks are forked from did not answer within {seconds:g} s"
+                )
+            if select.select([self.control], [], [], left)[0]:
+                for message in self._read_template():
+                    if key in message:
+                        return message
+
+    def _read_template(self) -> list[dict[str, int]]:
+        others = []
+        while select.select([self.control], [], [], 0)[0]:
+            data = self.control.recv(65536)
+            if not data:
+                self.close()
+                raise RuntimeError(
+                    f"the process that ranks are forked from ended with status {self._template.returncode}; "
+                    "its error output is above; the next call starts another one"
+                )
+            *lines, self._text = (self._text + data).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                if "exited" in message:
+                    for rank in self.ranks:
+                        if rank.pid == message["exited"]:
+                            rank.wait_status = message["status"]
+                else:
+                    others.append(message)
+        return others
+
+    def _forget_ended(self) -> None:
+        for rank in [rank for rank in self.ranks if not rank.alive]:
+            self.ranks.remove(rank)
+            rank.close()
+
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from tensorplay.testing.template import main; main(int(sys.argv[2]))"
+)
+
+
+def fixed_environment() -> dict[str, str]:
+    """What every rank has in its environment whatever the caller has: loopback only, one thread."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return {"GLOO_SOCKET_IFNAME": loopback, "TP_SOCKET_IFNAME": loopback, **dict.fromkeys(names, "1")}
+
+
+def _loopback_store() -> tuple[Any, int]:
+    """A store that listens on loopback alone: torch would otherwise listen on every interface."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def _append_only(descriptor: int) -> None:
+    import fcntl
+
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)

@@ -1,0 +1,146 @@
+"""The contract of a codec: one float32 vector to bytes, and back.
+
+A codec knows nothing of ranks, buckets or residuals. It is given a vector whose length is a multiple of its
+`group_size` and a byte buffer of exactly `wire_bytes(numel)`, and fills it; everything else (error feedback, warm-up,
+which tensors, which route) is wrapped around it.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+
+from tensorplay.compression.rounds import Scratch
+
+__all__ = ["Codec", "Context", "Identity", "all_finite"]
+
+
+@dataclass
+class Context:
+    """What a call may use besides its arguments.
+
+    Args:
+        scratch: temporaries that are allocated once.
+        seed: equal on all ranks, different for every step and block; also when the payload is decoded.
+        rank: of the encoder; noise that should differ between ranks mixes it in.
+    """
+
+    scratch: Scratch = field(default_factory=Scratch)
+    seed: int = 0
+    rank: int = 0
+
+
+class Codec(ABC):
+    """Turns float32 vectors into bytes.
+
+    Shapes: values (n,) float32, contiguous, n a multiple of `group_size`; payload (wire_bytes(n),) uint8, its memory
+    aligned to 16 bytes.
+
+    A subclass writes `wire_bytes`, `encode`, `decode`, and `is_finite`; `decode_add` when it can be done faster.
+    Rules every codec keeps, each checked by the conformance suite:
+
+    * zeros come back as zeros; `encode` doesn't change `values`;
+    * a NaN or infinity anywhere in `values` makes `is_finite` false for the payload;
+    * the same input and seed give the same bytes.
+    """
+
+    #: What the registry and the listing call it, with parameters.
+    name: str = ""
+    #: Values are padded with zeros to a multiple of this, parameter by parameter.
+    group_size: int = 1
+    #: True: what is sent depends on the other values of a block, so a block never joins two parameters.
+    whole_blocks: bool = False
+    #: True: the payload has a narrow range, so values are divided by the number of ranks before encoding.
+    divide_first: bool = False
+    #: A dtype in which payloads of equal seeds may be added (the sum of payloads decodes to the sum), or None.
+    sums_as: torch.dtype | None = None
+
+    @abstractmethod
+    def wire_bytes(self, numel: int) -> int:
+        """Bytes of the payload of `numel` values."""
+
+    @abstractmethod
+    def encode(self, values: torch.Tensor, payload: torch.Tensor, context: Context) -> None:
+        """Write the payload of `values`."""
+
+    @abstractmethod
+    def decode(self, payload: torch.Tensor, out: torch.Tensor, context: Context) -> None:
+        """Write the values of `payload` to `out`."""
+
+    def decode_add(self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context) -> None:
+        """out += factor * decode(payload)."""
+        values = context.scratch.borrow("codec/decode_add", out.numel(), out.dtype, out.device)
+        self.decode(payload, values, context)
+        out.add_(values, alpha=factor)
+
+    @abstractmethod
+    def is_finite(self, payload: torch.Tensor, numel: int, context: Context) -> torch.Tensor:
+        """Whether everything that was encoded is finite: a bool tensor with no dimensions."""
+
+    def padded(self, numel: int) -> int:
+        """`numel` rounded up to whole groups."""
+        return -(-numel // self.group_size) * self.group_size
+
+    def compress(self, values: torch.Tensor, context: Context | None = None) -> torch.Tensor:
+        """Encode a vector of any length and float dtype; returns its payload, freshly allocated."""
+        context = context or Context()
+        padded = torch.zeros(self.padded(values.numel()), dtype=torch.float32, device=values.device)
+        padded[: values.numel()].copy_(values.reshape(-1))
+        payload = torch.zeros(self.wire_bytes(padded.numel()), dtype=torch.uint8, device=values.device)
+        self.encode(padded, payload, context)
+        return payload
+
+    def decompress(self, payload: torch.Tensor, numel: int, context: Context | None = None) -> torch.Tensor:
+        """Decode what `compress` made of `numel` values; returns float32 (numel,)."""
+        context = context or Context()
+        out = torch.empty(self.padded(numel), dtype=torch.float32, device=payload.device)
+        self.decode(payload, out, context)
+        return out[:numel]
+
+    def __repr__(self) -> str:
+        return f"<codec {self.name}>"
+
+
+def all_finite(values: torch.Tensor) -> torch.Tensor:
+    """Whether every value is finite: a bool tensor with no dimensions, in two reading passes and no temporary."""
+    if values.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    return torch.isfinite(values.amax()) & torch.isfinite(values.amin())
+
+
+class Identity(Codec):
+    """Values as they are, in one dtype; what can't or shouldn't be compressed travels this way.
+
+    Args:
+        dtype: on the wire: float32, float64, float16 or bfloat16.
+    Wire: dtype.itemsize * n bytes.
+    Example:
+        >>> codec = Identity(torch.float32)
+        >>> codec.decompress(codec.compress(torch.tensor([1.0, -2.5])), 2)
+        tensor([ 1.0000, -2.5000])
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        if dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            raise ValueError(f"dtype must be float32, float64, float16 or bfloat16, got {dtype}")
+        self.dtype = self.sums_as = dtype
+        self.name = str(dtype).removeprefix("torch.")
+        self.divide_first = dtype == torch.float16
+
+    def wire_bytes(self, numel: int) -> int:
+        return numel * self.dtype.itemsize
+
+    def encode(self, values: torch.Tensor, payload: torch.Tensor, context: Context) -> None:
+        payload.view(self.dtype).copy_(values)
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor, context: Context) -> None:
+        out.copy_(payload.view(self.dtype))
+
+    def decode_add(self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context) -> None:
+        if self.dtype == out.dtype:
+            out.add_(payload.view(self.dtype), alpha=factor)
+        else:
+            super().decode_add(payload, out, factor, context)
+
+    def is_finite(self, payload: torch.Tensor, numel: int, context: Context) -> torch.Tensor:
+        return all_finite(payload.view(self.dtype))

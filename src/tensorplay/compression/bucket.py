@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import GradBucket
 
-__all__ = ["Bucket", "GradientSlice", "read_bucket", "scratch_like"]
+__all__ = ["Bucket", "GradBucket", "GradientSlice", "Key", "read_bucket", "scratch_like"]
 
 Key = torch.Tensor | str
 
@@ -101,7 +101,7 @@ def _own_stride(parameter: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(parameter.stride())
 
 
-def read_bucket(bucket: c10d.GradBucket) -> Bucket:
+def read_bucket(bucket: GradBucket) -> Bucket:
     """Read the bucket DDP hands to a hook.
 
     Raises: TypeError: `bucket` is the (gradient, parameter) pair of DDP's Python reducer, which only hooks of a single

@@ -1,0 +1,1 @@
+from torch.optim.swa_utils import *

@@ -2,6 +2,7 @@
 
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["Exited", "RankFailure", "RankReport", "lost_its_peer", "waiting_places"]
@@ -73,25 +74,30 @@ class RankFailure(RuntimeError):  # noqa: N818 - it reports failed ranks
     """Some ranks of a `run_ranks` call failed. The message shows each with its own traceback, the first one first.
 
     `reports` holds a `RankReport` for each failed rank in that order; `ranks` their numbers; `exceptions` what they
-    raised, by rank, where it could be brought back.
+    raised, by rank, where it could be brought back; `returned` the ranks that did not fail.
 
     Example:
-        >>> failure = RankFailure("f", 2, [RankReport(1, "raised", "rank 1 raised ValueError: no")])
+        >>> failure = RankFailure("f", 2, [RankReport(1, "raised", "rank 1 raised ValueError: no")], returned=[0])
         >>> failure.ranks
         (1,)
         >>> print(failure)
-        1 of 2 ranks failed in f
+        1 of 2 ranks failed in f (returned: rank 0)
         <BLANKLINE>
         rank 1 raised ValueError: no
     """
 
-    def __init__(self, function_name: str, world_size: int, reports: list[RankReport]) -> None:
+    def __init__(
+        self, function_name: str, world_size: int, reports: list[RankReport], returned: Sequence[int] = ()
+    ) -> None:
         self.function_name = function_name
         self.world_size = world_size
+        self.returned = tuple(returned)
         self.reports = sorted(
             reports, key=lambda report: (report.consequence, report.at_seconds, report.rank)
         )
         heading = f"{len(reports)} of {world_size} ranks failed in {function_name}"
+        if returned:
+            heading += f" (returned: {', '.join(f'rank {rank}' for rank in returned)})"
         super().__init__("\n\n".join([heading, *map(str, self.reports)]))
 
     @property
@@ -105,7 +111,7 @@ class RankFailure(RuntimeError):  # noqa: N818 - it reports failed ranks
         return {report.rank: report.exception for report in self.reports if report.exception is not None}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.function_name, self.world_size, self.reports)
+        return type(self), (self.function_name, self.world_size, self.reports, self.returned)
 
 
 def lost_its_peer(text: str) -> bool:

@@ -57,7 +57,7 @@ def own_main_file() -> str | None:
 
 
 class CallerModules(importlib.abc.MetaPathFinder):
-    """Find a module where the caller has it. The first finder a rank asks.
+    """Find a module where the caller has it: a module's file before any other finder, a package's folder after all.
 
     Steps of `update`, once a call:
       1. take the caller's search path;
@@ -73,11 +73,17 @@ class CallerModules(importlib.abc.MetaPathFinder):
         self._modules: ModuleMap = {}
         self._main_file: str | None = None
 
+    def install(self) -> None:
+        """Join the interpreter's finders."""
+        sys.meta_path.insert(0, self)
+        sys.meta_path.append(_ImpliedPackages(self))
+
     def update(self, search_path: list[str], modules: ModuleMap) -> None:
         """Follow the caller: its `sys.path` and its `own_modules()`."""
         sys.path[:] = search_path
         for name, (file, _) in modules.items():
-            known = getattr(sys.modules.get(name), "__file__", None)
+            loaded = sys.modules.get(name)
+            known = None if loaded is None else loaded.__dict__.get("__file__")
             if file is not None and known is not None and known != file:
                 del sys.modules[name]
         self._modules = modules
@@ -96,16 +102,29 @@ class CallerModules(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The caller's file for this name; an empty package where only something below it has one."""
-        if fullname in self._modules:
-            file, package_path = self._modules[fullname]
-            if file is not None:
-                return importlib.util.spec_from_file_location(
-                    fullname, file, submodule_search_locations=package_path
-                )
-            spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
-            spec.submodule_search_locations = package_path
-            return spec
-        if any(name.startswith(fullname + ".") for name in self._modules):
-            return importlib.machinery.ModuleSpec(fullname, None, is_package=True)
-        return None
+        """The caller's file for this name."""
+        file, package_path = self._modules.get(fullname, (None, None))
+        if file is None:
+            return None
+        return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=package_path)
+
+    def find_package(self, fullname: str) -> importlib.machinery.ModuleSpec | None:
+        """A package without a file: the caller's folders for it, none if only something below it is known."""
+        known = fullname in self._modules
+        if not known and not any(name.startswith(fullname + ".") for name in self._modules):
+            return None
+        spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = (self._modules[fullname][1] if known else None) or []
+        return spec
+
+
+class _ImpliedPackages(importlib.abc.MetaPathFinder):
+    """The last finder: packages of the caller that nobody else finds."""
+
+    def __init__(self, modules: CallerModules) -> None:
+        self._modules = modules
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return self._modules.find_package(fullname)

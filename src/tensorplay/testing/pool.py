@@ -2,22 +2,24 @@
 
 import atexit
 import contextlib
+import ctypes
 import json
 import os
-import select
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import IO, Any
 
 import torch.distributed as dist
 
 from tensorplay.testing.wire import Idle, MessageReader, send_message
 
-__all__ = ["Pool", "Rank"]
+__all__ = ["Pool", "Rank", "fixed_environment"]
 
 _START_SECONDS = 180.0
 _END_SECONDS = 10.0
@@ -73,9 +75,9 @@ class Pool:
     """Start, keep and end rank processes. Made by the first call; `close` ends every process it started."""
 
     def __init__(self) -> None:
-        self.owner_pid = os.getpid()
+        self._closed = False
         self.ranks: list[Rank] = []
-        self.calls = 0
+        self._calls = 0
         self._text = b""
         self._store, self.store_port = _loopback_store()
         self.control, theirs = socket.socketpair()
@@ -83,6 +85,7 @@ class Pool:
             self._template = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 env={**os.environ, **fixed_environment()},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -92,8 +95,13 @@ class Pool:
 
     @property
     def alive(self) -> bool:
-        """Whether the template still runs and this process made it (a forked child must not use it)."""
-        return self.owner_pid == os.getpid() and not self.control._closed and self._template.poll() is None  # type: ignore[attr-defined]
+        """Whether it can start ranks."""
+        return not self._closed and self._template.poll() is None
+
+    def next_call(self) -> int:
+        """A number no call before has had: names its keys in the store."""
+        self._calls += 1
+        return self._calls
 
     def take(self, world_size: int) -> list[Rank]:
         """The first `world_size` ranks; what is missing is forked."""
@@ -120,7 +128,6 @@ class Pool:
         deadline = time.monotonic() + _END_SECONDS
         while any(rank.alive for rank in ranks) and time.monotonic() < deadline:
             self.wait(0.2)
-        self._forget_ended()
 
     def wait_idle(self, ranks: list[Rank], seconds: float) -> None:
         """Wait until each has cleaned up; end those that don't in time, or could not clean up."""
@@ -128,7 +135,7 @@ class Pool:
         unfit = []
         waiting = [rank for rank in ranks if rank.alive]
         while waiting and time.monotonic() < deadline:
-            self.wait(min(0.2, deadline - time.monotonic()), [rank.connection for rank in waiting])
+            self.wait(min(0.2, deadline - time.monotonic()), waiting)
             for rank in list(waiting):
                 answers = [message for message in rank.reader.read() if isinstance(message, Idle)]
                 if answers or not rank.alive:
@@ -137,28 +144,39 @@ class Pool:
                     unfit.append(rank)
         self.kill(waiting + unfit)
 
-    def wait(self, seconds: float, connections: list[socket.socket] | None = None) -> None:
-        """Wait until a rank writes or ends, at most `seconds`; note those that have ended."""
-        watched = [self.control, *(connections or [])]
-        readable, _, _ = select.select(watched, [], [], max(0.0, seconds))
-        if self.control in readable:
+    def wait(self, seconds: float, ranks: Sequence[Rank] = ()) -> None:
+        """Wait until one of `ranks` writes or any rank ends, at most `seconds`; note those that have ended."""
+        watched = [self.control, *(rank.connection for rank in ranks if not rank.reader.closed)]
+        if self.control in _readable(watched, seconds):
             self._read_template()
 
     def close(self) -> None:
-        """End every process. Does nothing in a forked child or when done already."""
+        """End every process; nothing to do a second time."""
         atexit.unregister(self.close)
-        if self.owner_pid != os.getpid():
+        if self._closed:
             return
-        self.control.close()
-        for rank in self.ranks:
-            rank.close()
-        self.ranks.clear()
+        self.let_go()
+        self._store = None
         try:
             self._template.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._template.kill()
             self._template.wait()
-        self._store = None
+
+    def let_go(self) -> None:
+        """Close the connections; the template and its ranks end when nobody holds them any more."""
+        self._closed = True
+        self.control.close()
+        for rank in self.ranks:
+            rank.close()
+        self.ranks.clear()
+
+    def forget_in_child(self) -> None:
+        """For a fork of the caller: hold nothing, and never destroy the store, whose thread only the caller has."""
+        self.let_go()
+        atexit.unregister(self.close)
+        if self._store is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
 
     def _fork(self) -> Rank:
         ours, theirs = socket.socketpair()
@@ -179,14 +197,14 @@ class Pool:
                 raise RuntimeError(
                     f"the process that ranks are forked from did not answer within {seconds:g} s"
                 )
-            if select.select([self.control], [], [], left)[0]:
+            if _readable([self.control], left):
                 for message in self._read_template():
                     if key in message:
                         return message
 
     def _read_template(self) -> list[dict[str, int]]:
         others = []
-        while select.select([self.control], [], [], 0)[0]:
+        while _readable([self.control], 0.0):
             data = self.control.recv(65536)
             if not data:
                 self.close()
@@ -211,6 +229,13 @@ class Pool:
             rank.close()
 
 
+def _readable(connections: list[socket.socket], seconds: float) -> list[object]:
+    with selectors.DefaultSelector() as selector:
+        for connection in connections:
+            selector.register(connection, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(max(0.0, seconds))]
+
+
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from tensorplay.testing.template import main; main(int(sys.argv[2]))"
@@ -218,10 +243,15 @@ _BOOTSTRAP = (
 
 
 def fixed_environment() -> dict[str, str]:
-    """What every rank has in its environment whatever the caller has: loopback only, one thread."""
+    """What every rank has in its environment whatever the caller has: loopback only, one thread.
+
+    Example:
+        >>> fixed_environment()["OMP_NUM_THREADS"]
+        '1'
+    """
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return {"GLOO_SOCKET_IFNAME": loopback, "TP_SOCKET_IFNAME": loopback, **dict.fromkeys(names, "1")}
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, **dict.fromkeys(names, "1")}
 
 
 def _loopback_store() -> tuple[Any, int]:

@@ -25,15 +25,19 @@ from typing import Any
 
 __all__ = ["main"]
 
-_PRELOADED = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.optim")
+_PRELOADED = ("numpy", "torch.distributed", "torch.nn.parallel", "torch.optim")
+_PRELOADED_WITHOUT_DEVICES = ("torch._dynamo",)  # a second on first use of a group; may look for devices
 _FORK_DESCRIPTORS = 3
 
 
 def main(descriptor: int) -> None:
     """Serve the caller at the other end of the socket `descriptor` until it is gone."""
+    import torch
+
     from tensorplay.testing import worker
 
-    for name in _PRELOADED:
+    devices = any(getattr(torch.version, name, None) is not None for name in ("cuda", "hip", "xpu"))
+    for name in _PRELOADED if devices else _PRELOADED + _PRELOADED_WITHOUT_DEVICES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()

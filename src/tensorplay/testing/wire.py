@@ -50,11 +50,12 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The function raised; `exception` is pickled, or None where it cannot be."""
+    """The function raised. `variables`: those of its innermost frame; `exception`: pickled, None where it cannot be."""
 
     at_seconds: float
     summary: str
     traceback: str
+    variables: str
     exception: bytes | None
 
 

@@ -30,7 +30,8 @@ __all__ = ["IN_RANK", "serve"]
 IN_RANK = False
 """True in a rank: a call from there is refused, or a script without a `__main__` guard would start ranks for ever."""
 
-_IDLE_MEMORY_BYTES = 1 << 30
+_IDLE_MEMORY_BYTES = 1 << 29
+_THREAD_END_SECONDS = 0.3
 _SHOWN_LOCALS = 20
 _PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
@@ -57,7 +58,7 @@ def serve(connection: socket.socket, output: int, stack: int) -> None:
     faulthandler.enable(file=sys.stderr)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True, chain=False)
     modules = CallerModules()
-    sys.meta_path.insert(0, modules)
+    modules.install()
     state = _ProcessState()
     while True:
         try:
@@ -85,6 +86,8 @@ def _run(call: Call, modules: CallerModules) -> bytes:
     """Steps: 1. the caller's surroundings; 2. the function; 3. the group; 4. run; 5. pickle the result."""
     os.environ.clear()
     os.environ.update(call.environment)
+    for name, value in (("RANK", call.rank), ("WORLD_SIZE", call.world_size)):
+        os.environ[name] = os.environ["LOCAL_" + name] = str(value)
     os.chdir(call.working_directory)
     modules.update(call.search_path, call.modules)
     torch.manual_seed(call.seed)
@@ -140,7 +143,8 @@ def _describe(error: BaseException) -> Failed:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     trace = trace or error.__traceback__
-    text = "".join(traceback.format_exception(type(error), error, trace)) + _local_variables(trace)
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    variables = _local_variables(trace)
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()
     pickled: bytes | None
     try:
@@ -148,7 +152,7 @@ def _describe(error: BaseException) -> Failed:
         pickle.loads(pickled)
     except Exception:
         pickled = None
-    return Failed(at_seconds, summary, text, pickled)
+    return Failed(at_seconds, summary, text, variables, pickled)
 
 
 def _local_variables(trace: types.TracebackType | None) -> str:
@@ -182,13 +186,27 @@ def _clean_up(state: "_ProcessState") -> str | None:
         return f"destroying its group raised {error!r}"
     state.restore()
     gc.collect()
-    if (threads := threading.enumerate()) != [threading.main_thread()]:
-        return "threads " + ", ".join(sorted(t.name for t in threads if t is not threading.main_thread()))
+    if threads := _threads():
+        return "threads " + ", ".join(threads)
     if children := _children():
         return f"child processes {children}"
     if (memory := _resident_bytes()) > _IDLE_MEMORY_BYTES:
         return f"{memory} bytes of memory"
     return None
+
+
+def _threads() -> list[str]:
+    """Names of the threads a call has started and not ended; those that notice the end of the group get a moment."""
+    deadline = time.monotonic() + _THREAD_END_SECONDS
+    left = []
+    for thread in threading.enumerate():
+        # A dummy stands for a thread of torch's own that has run some Python, such as autograd's.
+        if thread is threading.main_thread() or isinstance(thread, threading._DummyThread):
+            continue
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            left.append(thread.name)
+    return sorted(left)
 
 
 def _children() -> list[int]:
@@ -201,9 +219,10 @@ def _children() -> list[int]:
 
 def _resident_bytes() -> int:
     try:
+        ctypes.CDLL(None).malloc_trim(0)
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
+    except (OSError, AttributeError):
         return 0
 
 

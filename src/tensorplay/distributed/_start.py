@@ -13,7 +13,7 @@ Parameters = ParamSpec("Parameters")
 
 
 def _refuse_unusable_nccl(start: Callable[Parameters, None]) -> Callable[Parameters, None]:
-    @functools.wraps(start)
+    @functools.wraps(start, assigned=("__name__", "__qualname__", "__annotations__"))
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
         backend = args[0] if args else kwargs.get("backend")
         if isinstance(backend, str) and "nccl" in backend.lower():

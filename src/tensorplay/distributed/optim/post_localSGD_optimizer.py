@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
+
+from tensorplay.distributed.algorithms.join import Join, Joinable, JoinHook
 
 __all__ = ["ModelAveragingOptimizer", "PostLocalSGDOptimizer"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from tensorplay.compression.collective import Traffic
 from tensorplay.compression.participation import resolve_group
+from tensorplay.distributed.algorithms.join import Join, Joinable, JoinHook
 from tensorplay.distributed.algorithms.model_averaging.flat_mean import FlatMean
 from tensorplay.distributed.algorithms.model_averaging.groups import (
     group_device,
@@ -54,9 +54,9 @@ class ModelAverager(Joinable):
         traffic: bytes this averager handed to collectives.
     Raises: ValueError: `average_buffers` without `module`; a bad `bucket_cap_mb`.
     Join: an averager is a Joinable. A rank that ran out of data takes part in every scheduled averaging with its last
-        parameters, its counter goes on alike, so the mean is always over all ranks of the group. One call of
-        `average_parameters` shadows one call: inside Join, average once a forward. Driven by PostLocalSGDOptimizer,
-        give Join the optimizer instead of the averager.
+        parameters, its counter goes on alike, so the mean is always over all ranks of the group. One iteration
+        shadows one call of `average_parameters`; inside our Join, those under `no_sync` shadow none. Driven by
+        PostLocalSGDOptimizer, give Join the optimizer instead of the averager.
     """
 
     def __init__(
@@ -233,10 +233,14 @@ class PeriodicModelAverager(ModelAverager):
 
 
 class _AveragerJoinHook(JoinHook):
-    """Shadows one call of `average_parameters`; nothing is left to do once all ranks have joined."""
+    """Shadows one call of `average_parameters`; nothing is left to do once all ranks have joined.
+
+    Iterations that average no gradients (no_sync, evaluation) belong to no optimizer step: nothing is shadowed.
+    """
 
     def __init__(self, averager: ModelAverager) -> None:
         self.averager = averager
 
     def main_hook(self) -> None:
-        self.averager._shadow()
+        if self.join is None or self.join.synchronizes:
+            self.averager._shadow()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tensorplay.compression.participation import resolve_group
 
 __all__ = [
+    "check_divides",
     "group_device",
     "host_identity",
     "is_member",
@@ -41,6 +42,15 @@ def host_identity() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.is_file() else ''}"
 
 
+def check_divides(group: dist.ProcessGroup, group_size: int) -> None:
+    """Raise ValueError unless `group_size` divides the size of `group`."""
+    if group.size() % group_size:
+        raise ValueError(
+            f"group_size must divide the {group.size()} ranks of the group, got {group_size}: "
+            "choose a divisor, or pass a subgroup of your own"
+        )
+
+
 def subgroup_by_size(group: dist.ProcessGroup | None, group_size: int) -> dist.ProcessGroup:
     """Make subgroups of `group_size` consecutive ranks of `group`; return the one this rank is in.
 
@@ -50,11 +60,7 @@ def subgroup_by_size(group: dist.ProcessGroup | None, group_size: int) -> dist.P
     Raises: ValueError: `group_size` does not divide the group's size.
     """
     group = resolve_group(group)
-    if group.size() % group_size:
-        raise ValueError(
-            f"group_size must divide the {group.size()} ranks of the group, got {group_size}: "
-            "choose a divisor, or pass a subgroup of your own"
-        )
+    check_divides(group, group_size)
     if group_size == group.size():
         return group
     own: dist.ProcessGroup = dist.new_subgroups(group_size=group_size, group=group)[0]  # type: ignore[no-untyped-call]
@@ -70,13 +76,16 @@ def subgroup_by_key(group: dist.ProcessGroup | None, key: Hashable) -> dist.Proc
 
     Args:
         group: None for the default group.
-        key: this rank's; compared across ranks, so it must pickle (text, numbers, tuples).
-    Raises: ValueError: step 3 is needed and `group` is not the job's default group. A group is made by all ranks of
-        the job, and those outside `group` are not here to take part.
+        key: this rank's; compared across ranks, so it must pickle (text, numbers, tuples). None: it has none.
+    Raises: ValueError: on all ranks: a rank has no key; step 3 is needed and `group` is not the job's default group (a
+        group is made by all ranks of the job, and those outside `group` are not here to take part).
     """
     group = resolve_group(group)
     keys: list[Hashable] = [None] * group.size()
     dist.all_gather_object(keys, key, group=group)
+    if None in keys:
+        without = [rank for rank, found in enumerate(keys) if found is None]
+        raise ValueError(f"ranks {without} know no subgroup they belong to: pass one, or group_size")
     if len(set(keys)) == 1:
         return group
     if group != dist.group.WORLD:

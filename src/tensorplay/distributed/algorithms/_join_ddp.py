@@ -12,6 +12,7 @@ A rank with data issues these collectives on DDP's group, in this order:
 `DDPShadow.forward` issues 1 to 3, `DDPShadow.backward` 4 and 5 with gradients of zero.
 """
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -58,10 +59,9 @@ def shadow_obstacle(ddp: Any) -> str | None:
     return None
 
 
-def _joins_sparse_gradients(ddp: DistributedDataParallel) -> bool:
-    from tensorplay.nn.parallel import DistributedDataParallel as OwnDistributedDataParallel
-
-    return isinstance(ddp, OwnDistributedDataParallel)
+def _joins_sparse_gradients(ddp: Any) -> bool:
+    own = sys.modules.get("tensorplay.nn.parallel.distributed")  # loaded if `ddp` is one of ours
+    return own is not None and isinstance(ddp, own.DistributedDataParallel)
 
 
 class DDPShadow:

@@ -113,34 +113,43 @@ class Whereabouts:
             self._store.set(f"left/{self._group.rank()}", text)
 
     def explain(self) -> str:
-        """Say who left and why, after a collective failed; takes up to 5 seconds for a roll call."""
-        members = dist.get_process_group_ranks(self._group)
+        """Say who left and why, after a collective failed; the first rank to find out decides for all.
+
+        1. A rank that left word, or a process of this host that has ended.
+        2. Else a roll call of up to 5 seconds.
+        """
         try:
-            left = self._words(members)
-            if left:
-                return "; ".join(left)
-            silent = name_missing_ranks(self._group, self._label, _ROLL_CALL_SECONDS)
-            left = self._words(members)
-            ended = [rank for rank in silent if self._has_ended(rank)]
+            if not self._store.check(["verdict"]):
+                text = self._known() or self._roll_call()
+                self._store.compare_set("verdict", "", text)
+            return str(self._store.get("verdict").decode())
         except (RuntimeError, dist.DistError):
             return "the rank that hosts the rendezvous store (usually rank 0) has ended"
-        if left:
-            return "; ".join(left)
-        if ended:
-            return f"the process of rank {', '.join(str(members[rank]) for rank in ended)} has ended"
-        if silent:
-            ranks = ", ".join(str(members[rank]) for rank in silent)
-            return f"rank {ranks} did not answer within {_ROLL_CALL_SECONDS:g} s: ended, disconnected or busy"
-        return (
-            "all ranks answer, so a connection was lost or a rank was late by more than the group's timeout"
-        )
 
-    def _words(self, members: list[int]) -> list[str]:
-        return [
+    def _roll_call(self) -> str:
+        silent = name_missing_ranks(self._group, self._label, _ROLL_CALL_SECONDS)
+        known = self._known()
+        if known or not silent:
+            return (
+                known
+                or "all ranks answer: a connection was lost, or a rank was later than the group's timeout"
+            )
+        members = dist.get_process_group_ranks(self._group)
+        ranks = ", ".join(str(members[rank]) for rank in silent)
+        return f"rank {ranks} did not answer within {_ROLL_CALL_SECONDS:g} s: ended, disconnected or busy"
+
+    def _known(self) -> str:
+        """What is known at once: '' if nothing."""
+        members = dist.get_process_group_ranks(self._group)
+        left = [
             f"rank {member} left the block with {self._store.get(f'left/{rank}').decode()}"
             for rank, member in enumerate(members)
             if rank != self._group.rank() and self._store.check([f"left/{rank}"])
         ]
+        ended = [str(member) for rank, member in enumerate(members) if self._has_ended(rank)]
+        if ended and not left:
+            return f"the process of rank {', '.join(ended)} has ended"
+        return "; ".join(left)
 
     def _has_ended(self, rank: int) -> bool:
         """True when the rank is known to be a process of this host that has ended."""

@@ -1,0 +1,418 @@
+"""The three routes of a unit: two-shot, gather, and sum. Each is a generator of rounds (see rounds.py).
+
+Bytes a rank sends, with N values of b bits and W ranks:
+
+    gather     N b/8 (W-1)                every rank decodes every payload
+    two-shot   N (b + b2)/8 (W-1)/W       each rank averages one chunk and encodes the mean again with b2 bits
+    sum        2 N b/8 (W-1)/W            payloads that can be added, by all-reduce
+
+Each message starts with a header: 8 bytes that name the exchange, so that ranks which run different codecs or steps
+fail instead of decoding nonsense, and one flag a slice: whether this rank's backward pass gave it a gradient.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tensorplay.compression.codec import Codec, Context
+from tensorplay.compression.error_feedback import Condition, GradientPort, MeanPort, OwnerErrorFeedback, Port
+from tensorplay.compression.plan import Block, Chunk, Unit
+from tensorplay.compression.rounds import AllReduce, AllToAll, Exchange, Scratch
+
+__all__ = ["ROUTES", "Terms", "choose_route", "exchange_unit", "route_bytes"]
+
+ROUTES = ("auto", "gather", "sum", "two-shot")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one exchange needs to know besides its unit.
+
+    Args:
+        rank, world_size: in the group. divisor: ranks that take part in the mean.
+        seed: of the step, equal on all ranks. used: for each slice of the bucket, whether this rank used it.
+        label: what all ranks must agree on (codec, step); it is hashed into the header.
+    """
+
+    rank: int
+    world_size: int
+    divisor: int
+    seed: int
+    used: Sequence[bool]
+    label: str
+
+
+def route_bytes(route: str, first_bytes: float, second_bytes: float, world_size: int) -> float:
+    """Bytes a rank sends when the whole gradient encodes to `first_bytes`, and its mean to `second_bytes`.
+
+    >>> route_bytes("gather", 100, 100, 4), route_bytes("two-shot", 100, 100, 4)
+    (300, 150.0)
+    """
+    if route == "gather":
+        return first_bytes * (world_size - 1)
+    if route == "two-shot":
+        return (first_bytes + second_bytes) * (world_size - 1) / world_size
+    return 2 * first_bytes * (world_size - 1) / world_size
+
+
+def choose_route(codec: Codec, second: Codec, world_size: int, device: torch.device, feedback: bool) -> str:
+    """The route that sends fewest bytes; the one with a single rounding where two send the same.
+
+    On a device, payloads that can be added go through the backend's all-reduce, unless error feedback asks for the
+    exact account that only the other routes keep.
+    """
+    if device.type != "cpu" and codec.sums_as is not None and not feedback:
+        return "sum"
+    million = 1 << 20
+    first_bytes, second_bytes = codec.wire_bytes(million), second.wire_bytes(million)
+    gather = route_bytes("gather", first_bytes, second_bytes, world_size)
+    return (
+        "gather" if gather <= route_bytes("two-shot", first_bytes, second_bytes, world_size) else "two-shot"
+    )
+
+
+def exchange_unit(
+    route: str,
+    unit: Unit,
+    port: Port,
+    gradients: GradientPort,
+    owned: Sequence[torch.Tensor | None] | None,
+    terms: Terms,
+    scratch: Scratch,
+) -> Exchange:
+    """Average a unit's gradients over the ranks, by one of the routes.
+
+    Args:
+        route: "gather", "sum" (both with a unit of one chunk) or "two-shot" (one chunk a rank).
+        port: what is encoded. gradients: where results go. owned: second residuals by slice, or None.
+    """
+    if route == "two-shot":
+        return _TwoShot(unit, port, gradients, owned, terms, scratch).rounds()
+    if route == "gather":
+        return _Gather(unit, port, gradients, terms, scratch).rounds()
+    return _Sum(unit, port, gradients, terms, scratch).rounds()
+
+
+class _Route:
+    """What the routes share: encoding into messages, headers, and the end of an exchange."""
+
+    #: Whether every value is divided by the number of ranks before it is encoded.
+    divides_all = False
+
+    def __init__(
+        self, unit: Unit, port: Port, gradients: GradientPort, terms: Terms, scratch: Scratch
+    ) -> None:
+        self.unit, self.port, self.gradients, self.terms, self.scratch = unit, port, gradients, terms, scratch
+        self.device = gradients.values[0].device if gradients.values else torch.device("cpu")
+        self.used = [terms.used[index] for index in unit.indices]
+        self.flags: torch.Tensor | None = (
+            None  # on a device: their sum over the ranks, never read by the host
+        )
+        self.fingerprint = zlib.crc32(f"{terms.label}/{[c.message_bytes for c in unit.chunks]}".encode())
+
+    def context(self, block: Block, rank: int) -> Context:
+        return Context(self.scratch, self.terms.seed ^ block.seed, rank)
+
+    def encode(self, chunk: Chunk, message: torch.Tensor) -> None:
+        """Write a chunk's header and payloads."""
+        self.write_header(message)
+        for block in chunk.blocks:
+            values = self.scratch.borrow("block", block.numel, block.dtype, self.device)
+            self.port.load(block, values)
+            if self.divides_all or block.codec.divide_first:
+                values.mul_(1.0 / self.terms.divisor)
+            block.codec.encode(values, _payload(message, block), self.context(block, self.terms.rank))
+
+    def write_header(self, message: torch.Tensor) -> None:
+        header = message[: self.unit.header_bytes]
+        stamp = [*self.fingerprint.to_bytes(8, "little"), *([0] * 8), *map(int, self.used)]
+        header.copy_(torch.tensor(stamp + [0] * (header.numel() - len(stamp)), dtype=torch.uint8))
+
+    def read_header(self, source: int, message: torch.Tensor) -> None:
+        """Check that `source` is at the same exchange and merge its flags."""
+        if self.device.type != "cpu":
+            flags = message[16 : 16 + len(self.used)].to(torch.int32)
+            self.flags = flags if self.flags is None else self.flags + flags
+            return
+        header = bytes(message[: self.unit.header_bytes].numpy())
+        if int.from_bytes(header[:8], "little") != self.fingerprint:
+            raise RuntimeError(
+                f"rank {source} runs another exchange than rank {self.terms.rank} ({self.terms.label}): all ranks "
+                "must use the same hook, settings and number of steps (after a resume: the same checkpoint)"
+            )
+        self.used = [mine or bool(theirs) for mine, theirs in zip(self.used, header[16:], strict=False)]
+
+    def accumulate(self, block: Block, payload: torch.Tensor, source: int, total: torch.Tensor) -> None:
+        """total (+)= payload's share of the mean, in rank order; the first rank's replaces."""
+        factor = 1.0 if block.codec.divide_first else 1.0 / self.terms.divisor
+        context = self.context(block, source)
+        if source:
+            block.codec.decode_add(payload, total, factor, context)
+        else:
+            block.codec.decode(payload, total, context)
+            if factor != 1.0:
+                total.mul_(factor)
+
+    def conditions(self, finite: Condition) -> dict[int, Condition]:
+        """For each slice of the unit, whether this step counts: finite everywhere and used somewhere."""
+        if self.flags is not None:
+            return {index: finite & (self.flags[at] > 0) for at, index in enumerate(self.unit.indices)}
+        return {index: finite and used for index, used in zip(self.unit.indices, self.used, strict=True)}
+
+    def condition(self, finite: torch.Tensor) -> Condition:
+        return bool(finite) if self.device.type == "cpu" else finite
+
+    def settle(self, chunk: Chunk, message: torch.Tensor, keep: dict[int, Condition]) -> None:
+        """Tell the port what was sent of a chunk."""
+        if not self.port.remembers:
+            return
+        table = _Table(keep)
+        for block in chunk.blocks:
+            if not block.compressed:
+                continue
+            sent = self.scratch.borrow("sent", block.numel, block.dtype, self.device)
+            block.codec.decode(_payload(message, block), sent, self.context(block, self.terms.rank))
+            if self.divides_all or block.codec.divide_first:
+                sent.mul_(float(self.terms.divisor))
+            self.port.settle(block, sent, table, self.scratch)
+
+    def store(
+        self, block: Block, result: torch.Tensor, finite: Condition, keep: dict[int, Condition]
+    ) -> None:
+        """Write a block's result: the mean, zero where no rank used the slice, NaN where the unit isn't finite."""
+        if isinstance(finite, torch.Tensor):
+            result = torch.where(finite, result, torch.full_like(result, torch.nan))
+            self.gradients.store(block, result)
+            return
+        if not finite:
+            self.gradients.fill(block, torch.nan)
+            return
+        self.gradients.store(block, result)
+        unused = {index for index, counts in keep.items() if counts is False}
+        if unused:
+            self.gradients.fill(block, 0.0, unused)
+
+    def borrow_bytes(self, name: str, nbytes: int) -> torch.Tensor:
+        return self.scratch.borrow(name, nbytes, torch.uint8, self.device)
+
+
+class _Table(Sequence[Condition]):
+    """Conditions by slice index."""
+
+    def __init__(self, by_index: dict[int, Condition]) -> None:
+        self._by_index = by_index
+
+    def __getitem__(self, index: int) -> Condition:  # type: ignore[override]
+        return self._by_index[index]
+
+    def __len__(self) -> int:
+        return len(self._by_index)
+
+
+def _payload(message: torch.Tensor, block: Block) -> torch.Tensor:
+    return message[block.offset : block.offset + block.payload_bytes]
+
+
+def _second_payload(message: torch.Tensor, block: Block) -> torch.Tensor:
+    return message[block.second_offset : block.second_offset + block.second_bytes]
+
+
+class _TwoShot(_Route):
+    """Every rank averages one chunk.
+
+    1. Encode each peer's chunk and send it; receive the own chunk from every peer.
+    2. Average the own chunk in rank order, in float32.
+    3. Encode the mean (its own error feedback added) and send it to every peer.
+    4. Check that all is finite, settle the residuals, write the decoded means.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        port: Port,
+        gradients: GradientPort,
+        owned: Sequence[torch.Tensor | None] | None,
+        terms: Terms,
+        scratch: Scratch,
+    ) -> None:
+        super().__init__(unit, port, gradients, terms, scratch)
+        self.own = unit.chunks[terms.rank]
+        self.means = MeanPort(self.borrow_bytes("means", self.own.mean_bytes))
+        self.second_port: Port = self.means if owned is None else OwnerErrorFeedback(self.means, owned)
+
+    def rounds(self) -> Exchange:
+        """See the class."""
+        rank, world_size, chunks = self.terms.rank, self.terms.world_size, self.unit.chunks
+        outbox = _split(
+            self.borrow_bytes("outbox", sum(c.message_bytes for c in chunks)),
+            [c.message_bytes for c in chunks],
+        )
+        inbox = self._inbox("inbox", [self.own.message_bytes] * world_size)
+        inbox[rank] = outbox[rank]
+
+        def produce(peer: int) -> torch.Tensor:
+            self.encode(chunks[peer], outbox[peer])
+            return outbox[peer]
+
+        def consume(source: int) -> None:
+            message = inbox[source]
+            assert message is not None
+            self.read_header(source, message)
+            for block in self.own.blocks:
+                self.accumulate(block, _payload(message, block), source, self.means.mean(block))
+
+        yield AllToAll(
+            produce, [None if peer == rank else inbox[peer] for peer in range(world_size)], consume
+        )
+
+        second = self._inbox("second", [c.second_bytes for c in chunks])
+        mine = self.borrow_bytes("second/own", self.own.second_bytes)
+        second[rank] = mine
+        for block in self.own.blocks:
+            values = self.scratch.borrow("block", block.numel, block.dtype, self.device)
+            self.second_port.load(block, values)
+            block.second.encode(values, _second_payload(mine, block), self.context(block, rank))
+        yield AllToAll(
+            lambda peer: mine,
+            [None if peer == rank else second[peer] for peer in range(world_size)],
+            lambda source: None,
+        )
+        self._finish(outbox, second)
+
+    def _inbox(self, name: str, sizes: list[int]) -> list[torch.Tensor]:
+        """One view a rank of one buffer; the own view is empty."""
+        sizes = [0 if peer == self.terms.rank else size for peer, size in enumerate(sizes)]
+        return _split(self.borrow_bytes(name, sum(sizes)), sizes)
+
+    def _finish(self, outbox: list[torch.Tensor], second: list[torch.Tensor]) -> None:
+        good = torch.ones((), dtype=torch.bool, device=self.device)
+        for owner, chunk in enumerate(self.unit.chunks):
+            for block in chunk.blocks:
+                payload = _second_payload(second[owner], block)
+                good &= block.second.is_finite(payload, block.numel, self.context(block, owner))
+        finite = self.condition(good)
+        keep = self.conditions(finite)
+        table = _Table(keep)
+        for owner, chunk in enumerate(self.unit.chunks):
+            self.settle(chunk, outbox[owner], keep)
+            for block in chunk.blocks:
+                result = self.scratch.borrow("block", block.numel, block.dtype, self.device)
+                block.second.decode(_second_payload(second[owner], block), result, self.context(block, owner))
+                if owner == self.terms.rank and self.second_port.remembers:
+                    self.second_port.settle(block, result, table, self.scratch)
+                self.store(block, result, finite, keep)
+
+
+class _Gather(_Route):
+    """Every rank gets every payload.
+
+    1. Encode the unit and send it to every peer.
+    2. Check that all payloads are finite.
+    3. Block by block: settle the residual, average in rank order, write.
+    """
+
+    def rounds(self) -> Exchange:
+        """See the class."""
+        rank, world_size, chunk = self.terms.rank, self.terms.world_size, self.unit.chunks[0]
+        mine = self.borrow_bytes("outbox", chunk.message_bytes)
+        sizes = [0 if peer == rank else chunk.message_bytes for peer in range(world_size)]
+        inbox = _split(self.borrow_bytes("inbox", sum(sizes)), sizes)
+        messages = [mine if peer == rank else inbox[peer] for peer in range(world_size)]
+        encoded = False
+
+        def produce(peer: int) -> torch.Tensor:
+            nonlocal encoded
+            if not encoded:
+                self.encode(chunk, mine)
+                encoded = True
+            return mine
+
+        def consume(source: int) -> None:
+            self.read_header(source, messages[source])
+
+        yield AllToAll(
+            produce, [None if peer == rank else inbox[peer] for peer in range(world_size)], consume
+        )
+
+        good = torch.ones((), dtype=torch.bool, device=self.device)
+        for source, message in enumerate(messages):
+            for block in chunk.blocks:
+                good &= block.codec.is_finite(
+                    _payload(message, block), block.numel, self.context(block, source)
+                )
+        finite = self.condition(good)
+        keep = self.conditions(finite)
+        self.settle(chunk, mine, keep)
+        for block in chunk.blocks:
+            mean = self.scratch.borrow("block", block.numel, block.dtype, self.device)
+            for source, message in enumerate(messages):
+                self.accumulate(block, _payload(message, block), source, mean)
+            self.store(block, mean, finite, keep)
+
+
+class _Sum(_Route):
+    """Payloads that can be added go through an all-reduce; values are divided before they are encoded.
+
+    1. Encode; keep a copy of the payloads for the residuals.
+    2. All-reduce the payloads, a run a dtype, and the flags.
+    3. Check, settle, write.
+    """
+
+    divides_all = True
+
+    def rounds(self) -> Exchange:
+        """See the class."""
+        chunk = self.unit.chunks[0]
+        message = self.borrow_bytes("outbox", chunk.message_bytes)
+        self.encode(chunk, message)
+        mine = message
+        if self.port.remembers:
+            mine = self.borrow_bytes("sum/own", chunk.message_bytes)
+            mine.copy_(message)
+        flags = self.scratch.borrow("sum/flags", len(self.used), torch.float32, self.device)
+        flags.copy_(torch.tensor(self.used, dtype=torch.float32))
+        yield AllReduce([*self._runs(chunk, message), flags])
+
+        if self.device.type == "cpu":
+            self.used = [bool(count) for count in flags.tolist()]
+        else:
+            self.flags = flags
+        good = torch.ones((), dtype=torch.bool, device=self.device)
+        for block in chunk.blocks:
+            good &= block.codec.is_finite(_payload(message, block), block.numel, self.context(block, 0))
+        finite = self.condition(good)
+        keep = self.conditions(finite)
+        self.settle(chunk, mine, keep)
+        for block in chunk.blocks:
+            result = self.scratch.borrow("block", block.numel, block.dtype, self.device)
+            block.codec.decode(_payload(message, block), result, self.context(block, 0))
+            self.store(block, result, finite, keep)
+
+    def _runs(self, chunk: Chunk, message: torch.Tensor) -> list[torch.Tensor]:
+        """The payloads as tensors of the dtype they are added in; neighbours of one dtype are one tensor."""
+        runs: list[tuple[torch.dtype, int, int]] = []
+        for block in chunk.blocks:
+            dtype = block.codec.sums_as
+            if dtype is None:
+                raise ValueError(
+                    f"codec {block.codec.name} can't be summed: use route gather, two-shot or auto"
+                )
+            end = block.offset + block.payload_bytes
+            if runs and runs[-1][0] == dtype:
+                message[runs[-1][2] : block.offset].zero_()
+                runs[-1] = (dtype, runs[-1][1], end)
+            else:
+                runs.append((dtype, block.offset, end))
+        return [message[low:high].view(dtype) for dtype, low, high in runs if high > low]
+
+
+def _split(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Neighbouring views of a buffer."""
+    views = []
+    start = 0
+    for size in sizes:
+        views.append(buffer[start : start + size])
+        start += size
+    return views

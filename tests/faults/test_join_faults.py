@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tensorplay.compression.participation import divisor
 from tensorplay.distributed.algorithms.join import Join
+from tensorplay.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from tensorplay.distributed.optim.post_localSGD_optimizer import PostLocalSGDOptimizer
 from tensorplay.testing import Exited, RankFailure, run_ranks
 from tests.conformance.uneven import flat
 
@@ -122,6 +124,52 @@ def one_and_two_batches(rank: int, world_size: int, hook: Any, by_world_size: bo
 def test_f41_the_divisor_flag_holds_with_a_hook(hook: Any) -> None:
     assert run_ranks(partial(one_and_two_batches, hook=hook, by_world_size=False), 2)[1] == [1.0, 1.0]
     assert run_ranks(partial(one_and_two_batches, hook=hook, by_world_size=True), 2)[1] == [1.0, 0.5]
+
+
+# F42: an averager or a local-SGD optimizer
+
+
+def averaged(rank: int, world_size: int, kind: str, steps_along: bool) -> list[float]:
+    """Weights after each of this rank's steps, and at the end; gradients are the values themselves."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    ddp = DistributedDataParallel(model)
+    optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    averager = PeriodicModelAverager(period=2, module=model)
+    joinables: list[Any] = [ddp, averager]
+    if kind == "optimizer":
+        optimizer = PostLocalSGDOptimizer(optimizer, averager)
+        joinables = [ddp, optimizer]
+    weights = []
+    with Join(joinables) as join:
+        if steps_along:
+            local = optimizer.optim if kind == "optimizer" else optimizer
+            join.shadow(local.step, phase="backward")
+        for value in ((2.0, 4.0), (6.0, 8.0, 10.0, 12.0))[rank]:
+            optimizer.zero_grad()
+            ddp(torch.tensor([[value]])).sum().backward()
+            optimizer.step()
+            if kind == "averager":
+                averager.average_parameters(ddp.parameters())
+            weights.append(model.weight.item())
+    total = torch.tensor([10.0 + rank])
+    dist.all_reduce(total)
+    return [*weights, model.weight.item(), float(averager.step), total.item()]
+
+
+@pytest.mark.parametrize("kind", ["averager", "optimizer"])
+def test_f42_idle_ranks_take_part_in_averaging_with_their_last_parameters(kind: str) -> None:
+    first, second = run_ranks(partial(averaged, kind=kind, steps_along=False), 2)
+    # gradients 4, 6, then 5 and 6 on rank 1 alone; the mean at step 2 is that of -10 (rank 0, idle) and -15
+    assert first == [-4.0, -10.0, -18.5, 4.0, 21.0]
+    assert second == [-4.0, -10.0, -12.5, -18.5, -18.5, 4.0, 21.0]
+
+
+@pytest.mark.parametrize("kind", ["averager", "optimizer"])
+def test_f42_idle_ranks_that_step_along_change_nothing(kind: str) -> None:
+    first, second = run_ranks(partial(averaged, kind=kind, steps_along=True), 2)
+    assert first == [-4.0, -10.0, -21.0, 4.0, 21.0]
+    assert second == [-4.0, -10.0, -15.0, -21.0, -21.0, 4.0, 21.0]
 
 
 # F43: a loss that communicates between forward and backward

@@ -23,6 +23,8 @@ __all__ = ["Pool", "Rank", "fixed_environment"]
 
 _START_SECONDS = 180.0
 _END_SECONDS = 10.0
+_LEAVE_SECONDS = 2.0
+_POLL_SECONDS = 0.2
 
 
 class Rank:
@@ -79,6 +81,7 @@ class Pool:
         self.ranks: list[Rank] = []
         self._calls = 0
         self._text = b""
+        self._wait_statuses: dict[int, int] = {}
         self._store, self.store_port = _loopback_store()
         self.control, theirs = socket.socketpair()
         with theirs:
@@ -91,7 +94,11 @@ class Pool:
                 start_new_session=True,
             )
         atexit.register(self.close)
-        self._expect("ready", _START_SECONDS)
+        try:
+            self._expect("ready", _START_SECONDS)
+        except BaseException:
+            self.close(at_once=True)
+            raise
 
     @property
     def alive(self) -> bool:
@@ -120,14 +127,24 @@ class Pool:
         with contextlib.suppress(OSError):
             self.control.sendall(json.dumps(order).encode() + b"\n")
 
-    def kill(self, ranks: list[Rank]) -> None:
+    def end(self, ranks: Sequence[Rank]) -> None:
+        """Let ranks that wait for a message end by themselves; end those that do not."""
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                rank.connection.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while any(rank.alive for rank in ranks) and time.monotonic() < deadline:
+            self.wait(_POLL_SECONDS)
+        self.kill(ranks)
+
+    def kill(self, ranks: Sequence[Rank]) -> None:
         """End ranks now, with all they have started, and wait until they are gone."""
         for rank in ranks:
             if rank.alive:
                 self.signal(rank, signal.SIGKILL, group=True)
         deadline = time.monotonic() + _END_SECONDS
         while any(rank.alive for rank in ranks) and time.monotonic() < deadline:
-            self.wait(0.2)
+            self.wait(_POLL_SECONDS)
 
     def wait_idle(self, ranks: list[Rank], seconds: float) -> None:
         """Wait until each has cleaned up; end those that don't in time, or could not clean up."""
@@ -135,14 +152,15 @@ class Pool:
         unfit = []
         waiting = [rank for rank in ranks if rank.alive]
         while waiting and time.monotonic() < deadline:
-            self.wait(min(0.2, deadline - time.monotonic()), waiting)
+            self.wait(min(_POLL_SECONDS, deadline - time.monotonic()), waiting)
             for rank in list(waiting):
                 answers = [message for message in rank.reader.read() if isinstance(message, Idle)]
                 if answers or not rank.alive:
                     waiting.remove(rank)
                 if answers and answers[0].leftover is not None:
                     unfit.append(rank)
-        self.kill(waiting + unfit)
+        self.kill(waiting)
+        self.end(unfit)
 
     def wait(self, seconds: float, ranks: Sequence[Rank] = ()) -> None:
         """Wait until one of `ranks` writes or any rank ends, at most `seconds`; note those that have ended."""
@@ -150,11 +168,14 @@ class Pool:
         if self.control in _readable(watched, seconds):
             self._read_template()
 
-    def close(self) -> None:
-        """End every process; nothing to do a second time."""
+    def close(self, at_once: bool = False) -> None:
+        """End every process, `at_once` without waiting for those that are idle to end by themselves."""
         atexit.unregister(self.close)
         if self._closed:
             return
+        if not at_once and self._template.poll() is None:
+            with contextlib.suppress(RuntimeError):
+                self.end(self.ranks)
         self.let_go()
         self._store = None
         try:
@@ -193,7 +214,7 @@ class Pool:
         deadline = time.monotonic() + seconds
         while True:
             if (left := deadline - time.monotonic()) <= 0:
-                self.close()
+                self.close(at_once=True)
                 raise RuntimeError(
                     f"the process that ranks are forked from did not answer within {seconds:g} s"
                 )
@@ -207,7 +228,7 @@ class Pool:
         while _readable([self.control], 0.0):
             data = self.control.recv(65536)
             if not data:
-                self.close()
+                self.close(at_once=True)
                 raise RuntimeError(
                     f"the process that ranks are forked from ended with status {self._template.returncode}; "
                     "its error output is above; the next call starts another one"
@@ -216,11 +237,11 @@ class Pool:
             for line in lines:
                 message = json.loads(line)
                 if "exited" in message:
-                    for rank in self.ranks:
-                        if rank.pid == message["exited"]:
-                            rank.wait_status = message["status"]
+                    self._wait_statuses[message["exited"]] = message["status"]
                 else:
                     others.append(message)
+        for rank in self.ranks:
+            rank.wait_status = self._wait_statuses.pop(rank.pid, rank.wait_status)
         return others
 
     def _forget_ended(self) -> None:

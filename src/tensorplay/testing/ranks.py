@@ -104,7 +104,7 @@ def run_ranks(
             running.check_ends()
             pool.wait_idle(ranks, _CLEAN_UP_SECONDS)
         except BaseException:
-            pool.close()  # the user's Ctrl-C, a test's time limit: nothing is left running
+            pool.close(at_once=True)  # the user's Ctrl-C, a test's time limit: nothing is left running
             raise
     if failure := running.failure(_name(function)):
         raise failure

@@ -16,6 +16,7 @@ __all__ = ["Limits", "Running"]
 _HOLD_SECONDS = 0.3  # a failed rank's connections stay open this long: others may be failing on their own
 _STACK_SECONDS = 3.0
 _POLL_SECONDS = 0.2
+_BUSY_KINDS = ("timeout", "ended")
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -151,7 +152,9 @@ class Running:
 
     def _end_failed(self) -> None:
         """A failed rank's process is not used again; its end closes its connections, as a program's end would."""
-        self._pool.kill([self._ranks[number] for number in self._reports if self._ranks[number].alive])
+        failed = [self._ranks[number] for number in self._reports if self._ranks[number].alive]
+        self._pool.kill([self._ranks[n] for n, report in self._reports.items() if report.kind in _BUSY_KINDS])
+        self._pool.end(failed)
 
     def _end(self, pending: list[int], timed_out: bool) -> None:
         """Steps: 1. ask for the stacks; 2. a last look for answers; 3. report the others; 4. end them."""

@@ -56,7 +56,6 @@ def serve(connection: socket.socket, output: int, stack: int) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     faulthandler.enable(file=sys.stderr)
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True, chain=False)
     modules = CallerModules()
     modules.install()
     state = _ProcessState()
@@ -65,6 +64,7 @@ def serve(connection: socket.socket, output: int, stack: int) -> None:
             call = receive_message(connection)
         except (EOFError, ConnectionError):
             return
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True, chain=False)
         try:
             answer: Finished | Failed = Finished(_run(call, modules))
         except SystemExit as leaving:
@@ -239,6 +239,7 @@ class _ProcessState:
     def __init__(self) -> None:
         self.environment = dict(os.environ)
         self.default_dtype = torch.get_default_dtype()
+        self.matmul_precision = torch.get_float32_matmul_precision()
         self.threads = torch.get_num_threads()
         self.streams = sys.stdout, sys.stderr
         self.signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -250,6 +251,7 @@ class _ProcessState:
         torch.set_default_dtype(self.default_dtype)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
+        torch.set_float32_matmul_precision(self.matmul_precision)
         torch.autograd.set_detect_anomaly(False)
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(self.threads)
@@ -258,3 +260,4 @@ class _ProcessState:
             signal.signal(number, handler)
         warnings.resetwarnings()
         signal.alarm(0)
+        gc.enable()

@@ -162,6 +162,22 @@ def check_uneven(
     assert torch.equal(joined[0]["parameters"], zeros[0]["parameters"])
 
 
+def attach_named(model: DistributedDataParallel, hook_name: str) -> None:
+    from tensorplay.distributed.algorithms.ddp_comm_hooks.register import register_ddp_comm_hook
+
+    register_ddp_comm_hook(hook_name, model)
+
+
+def run_uneven(
+    hook_name: str,
+    batches: tuple[int, ...],
+    variant: str = "plain",
+    divide_by_initial_world_size: bool = True,
+) -> None:
+    """The uneven part of the conformance suite for one hook of the registry."""
+    check_uneven(partial(attach_named, hook_name=hook_name), batches, variant, divide_by_initial_world_size)
+
+
 def check_alike(results: list[dict[str, Any]], batches: tuple[int, ...], variant: str) -> None:
     """All ranks hold the same, saw the right number of active ranks, and are in step after the block."""
     world_size = len(batches)

@@ -1,7 +1,11 @@
 """Join on real ranks: schedules worked out by hand, DDP's options, phases, other joinables, refusals."""
 
+import contextlib
+import io
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tensorplay.compression.participation import divisor
 from tensorplay.distributed.algorithms.join import Join, Joinable, JoinHook
+from tensorplay.nn.parallel.distributed import DistributedDataParallel as OwnDistributedDataParallel
 from tensorplay.testing import RankFailure, run_ranks
 from tests.conformance.uneven import (
     UNEVEN_BATCHES,
@@ -198,6 +203,58 @@ def test_a_forward_without_gradients_is_repeated_without_a_backward(buffers: boo
         assert total == 21
     assert results[0][2] == [False, True, False, True]
     assert results[1][2] == []
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(5, 3, sparse=True)
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.table(rows)).square().mean()
+
+
+def with_sparse_gradients(
+    rank: int, world_size: int, batches: tuple[int, ...], mode: str, options: dict[str, bool]
+) -> tuple[torch.Tensor, list[torch.Tensor], float]:
+    ddp = OwnDistributedDataParallel(Sparse(), bucket_cap_mb=1e-4, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    seen = []
+
+    def step() -> None:
+        optimizer.step()
+        seen.append(flat(p.grad.to_dense() for p in ddp.parameters()))
+        optimizer.zero_grad()
+
+    def backward(iteration: int, scale: float) -> None:
+        (ddp(torch.tensor([rank, iteration])) * scale).backward()
+        step()
+
+    if mode == "join":
+        with Join([ddp]) as join:
+            join.shadow(step, phase="backward")
+            for iteration in range(batches[rank]):
+                backward(iteration, 1.0)
+    else:
+        for iteration in range(max(batches)):
+            backward(iteration, float(iteration < batches[rank]))
+    return flat(ddp.parameters()), seen, sum_of_ranks(rank)
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("batches", [(2, 4), (1, 0, 3), (0, 3)], ids=str)
+def test_sparse_gradients_join_with_our_ddp(batches: tuple[int, ...], options: dict[str, bool]) -> None:
+    run = partial(with_sparse_gradients, batches=batches, options=options)
+    joined = run_ranks(partial(run, mode="join"), len(batches))
+    zeros = run_ranks(partial(run, mode="zeros"), len(batches))
+    for parameters, seen, total in joined:
+        assert torch.equal(parameters, zeros[0][0])
+        assert total == 10 * len(batches) + sum(range(len(batches)))
+        assert len(seen) == max(batches)
+        for got, expected in zip(seen, zeros[0][1], strict=True):
+            assert torch.equal(got, expected)
 
 
 # Phases and other joinables
@@ -599,3 +656,26 @@ def test_a_great_skew_is_told_once() -> None:
     assert len(on_idle) == 1
     assert on_idle[0].startswith("test_join.py: rank 0 has had no data for 1000 iterations")
     assert on_busy == []
+
+
+# The worked example of the documentation
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "join.md"
+
+
+def code_block(language: str, containing: str) -> str:
+    blocks = re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    (found,) = [block for block in blocks if containing in block]
+    return str(found)
+
+
+def documented_example(rank: int, world_size: int) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code_block("python", "BATCHES"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def test_the_documented_example_prints_what_the_page_says() -> None:
+    expected = code_block("text", "over all ranks")
+    assert run_ranks(documented_example, 2) == [expected, expected]

@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tensorplay.compression.participation import divisor
+from tensorplay.distributed.algorithms._join_torch import count_for_torch_join, end_of_torch_join
 from tensorplay.distributed.algorithms.join import Join
 from tensorplay.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from tensorplay.distributed.optim.post_localSGD_optimizer import PostLocalSGDOptimizer
+from tensorplay.nn.parallel.distributed import DistributedDataParallel as OwnDistributedDataParallel
 from tensorplay.testing import Exited, RankFailure, run_ranks
 from tests.conformance.uneven import flat
 
@@ -124,6 +126,42 @@ def one_and_two_batches(rank: int, world_size: int, hook: Any, by_world_size: bo
 def test_f41_the_divisor_flag_holds_with_a_hook(hook: Any) -> None:
     assert run_ranks(partial(one_and_two_batches, hook=hook, by_world_size=False), 2)[1] == [1.0, 1.0]
     assert run_ranks(partial(one_and_two_batches, hook=hook, by_world_size=True), 2)[1] == [1.0, 0.5]
+
+
+class CountedDDP(OwnDistributedDataParallel):
+    """Tells the count of torch's Join to hooks."""
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
+        answer = super()._check_global_requires_backward_grad_sync(is_joined_rank)
+        count_for_torch_join(self, has_data=not is_joined_rank)
+        return answer
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        end_of_torch_join(self)
+        super()._sync_final_model(is_last_joiner)
+
+
+def inside_torchs_join(
+    rank: int, world_size: int, by_world_size: bool, join: Any
+) -> tuple[list[float], int, float]:
+    ddp = CountedDDP(nn.Linear(1, 1, bias=False))
+    ddp.register_comm_hook(None, mean_hook)
+    gradients = []
+    with join([ddp], divide_by_initial_world_size=by_world_size):
+        for _ in range((1, 2, 4)[rank]):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 1)).sum().backward()
+            gradients.append(round(ddp.module.weight.grad.item(), 5))
+    total = torch.tensor([10.0])
+    dist.all_reduce(total)
+    return gradients, divisor(None), total.item()
+
+
+@pytest.mark.parametrize("join", [torch_join.Join, Join], ids=["torch's Join", "our Join"])
+def test_f41_our_ddp_keeps_the_flag_with_a_hook_in_either_join(join: Any) -> None:
+    for by_world_size, expected in ((False, [1.0] * 4), (True, [1.0, 0.66667, 0.33333, 0.33333])):
+        results = run_ranks(partial(inside_torchs_join, by_world_size=by_world_size, join=join), 3)
+        assert results == [(expected[:1], 3, 30.0), (expected[:2], 3, 30.0), (expected, 3, 30.0)]
 
 
 # F42: an averager or a local-SGD optimizer

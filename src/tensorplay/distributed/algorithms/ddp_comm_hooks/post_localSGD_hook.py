@@ -12,6 +12,12 @@ import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as torch_h
 from tensorplay.compression.bucket import GradBucket, read_bucket
 from tensorplay.compression.participation import resolve_group
 from tensorplay.distributed.algorithms.ddp_comm_hooks import default_hooks
+from tensorplay.distributed.algorithms.ddp_comm_hooks._protocol import (
+    HookFunction,
+    as_future,
+    completed,
+    describe,
+)
 from tensorplay.distributed.algorithms.model_averaging.groups import (
     check_divides,
     host_identity,
@@ -21,8 +27,6 @@ from tensorplay.distributed.algorithms.model_averaging.groups import (
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
 
 _logger = logging.getLogger(__name__)
-
-Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class PostLocalSGDState(torch_hook.PostLocalSGDState):
@@ -74,7 +78,7 @@ class PostLocalSGDState(torch_hook.PostLocalSGDState):
         post_local_gradient_allreduce: bool = True,
         *,
         group_size: int | None = None,
-        hook: Hook | None = None,
+        hook: HookFunction | None = None,
         make_hook_state: Callable[[dist.ProcessGroup], Any] | None = None,
     ) -> None:
         if isinstance(start_localSGD_iter, bool) or not isinstance(start_localSGD_iter, int):
@@ -103,7 +107,8 @@ class PostLocalSGDState(torch_hook.PostLocalSGDState):
         self._counted_from = self.iter
         self._hook_states: dict[str, Any] = {}
         self._waiting_hook_states: dict[str, Any] = {}
-        self._model: Any = None
+        self._model: torch.nn.Module | None = None
+        self._bound_group: dist.ProcessGroup | None = None
 
     def step(self) -> None:
         """Count one step. From the first call on, backward passes are not counted.
@@ -129,11 +134,11 @@ class PostLocalSGDState(torch_hook.PostLocalSGDState):
 
         Raises: RuntimeError: the state was loaded from a pickle made on a group that this process can't find.
         """
-        if self.process_group is None and self._lost_process_group:
+        if self.process_group is None and self._bound_group is None and self._lost_process_group:
             raise RuntimeError(
                 "this state was pickled on a group other than the default one: set state.process_group after loading it"
             )
-        return resolve_group(self.process_group)
+        return resolve_group(self.process_group or self._bound_group)
 
     def local_group(self) -> dist.ProcessGroup:
         """Return the subgroup of the second phase, made at the first call, which all ranks make at the same point.
@@ -155,21 +160,35 @@ class PostLocalSGDState(torch_hook.PostLocalSGDState):
         subgroup: dist.ProcessGroup = self.subgroup
         return subgroup
 
-    def bind(self, model: torch.nn.Module) -> None:
-        """Give the states of `hook` the parameters' names."""
+    def bind(self, model: torch.nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+        """Give the states of `hook` the parameters' names, and take a DDP's group where `process_group` is None.
+
+        `register_ddp_comm_hook` and our DDP do it; on plain torch DDP None means the default group.
+        """
         self._model = model
+        if process_group is None and isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            process_group = model.process_group
+        self._bound_group = process_group
         for inner in self._hook_states.values():
             if hasattr(inner, "bind"):
-                inner.bind(model)
+                inner.bind(model, inner.process_group)
 
     def hook_state(self, phase: str, group: dist.ProcessGroup) -> Any:
-        """Return the state `hook` gets in `phase` ("global" or "local"), made at its first use."""
+        """Return the state `hook` gets in `phase` ("global" or "local"), made at its first use.
+
+        Raises: ValueError: `make_hook_state` made a state on another group than the one it was given.
+        """
         if self.make_hook_state is None:
             return group
         if phase not in self._hook_states:
             inner = self.make_hook_state(group)
+            if getattr(inner, "process_group", group) != group:
+                raise ValueError(
+                    f"make_hook_state(group) must make a state on that group, its {type(inner).__name__} is on "
+                    "another: pass process_group=group"
+                )
             if self._model is not None and hasattr(inner, "bind"):
-                inner.bind(self._model)
+                inner.bind(self._model, group)
             if phase in self._waiting_hook_states:
                 inner.load_state_dict(self._waiting_hook_states.pop(phase))
             self._hook_states[phase] = inner
@@ -238,10 +257,37 @@ class PostLocalSGDState(torch_hook.PostLocalSGDState):
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         new.process_group, new.subgroup = self.process_group, self.subgroup
         new.group_size, new._made_subgroup = self.group_size, self._made_subgroup
-        new._model = self._model
+        new._bound_group = self._bound_group
         return new
 
 
+def _exchange(
+    state: PostLocalSGDState, bucket: GradBucket, dtype: torch.dtype | None
+) -> torch.futures.Future[torch.Tensor]:
+    """See `post_localSGD_hook`; float values enter collectives in `dtype` where a cast wrapper asks for one."""
+    if isinstance(bucket, tuple):
+        read_bucket(bucket)  # raises: such a hook can't count steps
+    local = state.iter >= state.start_localSGD_iter
+    state.maybe_increase_iter(bucket)
+    if local and not state.post_local_gradient_allreduce:
+        return completed(bucket.buffer())
+    group = state.local_group() if local else state.global_group()
+    if group.size() == 1:
+        return completed(bucket.buffer())
+    hook = state.hook or default_hooks.allreduce_hook
+    if dtype is not None:
+        hook = _WRAPPERS[dtype](hook)
+    inner = group if state.hook is None else state.hook_state("local" if local else "global", group)
+    return as_future(hook(inner, bucket))
+
+
+_WRAPPERS = {
+    torch.float16: default_hooks.fp16_compress_wrapper,
+    torch.bfloat16: default_hooks.bf16_compress_wrapper,
+}
+
+
+@describe(cast=_exchange)
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average gradients over all ranks until the switch, then over the subgroup, or not at all.
 
@@ -249,28 +295,11 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
     2. No exchange, or a group of one rank: the gradient is its own mean.
     3. Otherwise `state.hook`, or a plain all-reduce, over the group.
 
-    Args: state: a PostLocalSGDState. bucket: as DDP gives it; float or complex gradients of any dtype.
+    Args: state: a PostLocalSGDState. bucket: as DDP gives it; gradients of any dtype, dense or sparse.
     Returns: a future of the averaged bucket, in the bucket's dtype.
     Wire: that of an all-reduce over the group in use, 2 (n - 1) / n times the bucket's bytes each way for n ranks, or
         that of `state.hook`; 0 without an exchange.
     Raises: TypeError: the bucket is of DDP's Python reducer, where a hook can't count steps.
     Example: see PostLocalSGDState.
     """
-    if isinstance(bucket, tuple):
-        read_bucket(bucket)  # type: ignore[unreachable]  # raises: such a hook can't count steps
-    local = state.iter >= state.start_localSGD_iter
-    state.maybe_increase_iter(bucket)
-    if local and not state.post_local_gradient_allreduce:
-        return _unchanged(bucket)
-    group = state.local_group() if local else state.global_group()
-    if group.size() == 1:
-        return _unchanged(bucket)
-    if state.hook is None:
-        return default_hooks.allreduce_hook(group, bucket)
-    return state.hook(state.hook_state("local" if local else "global", group), bucket)
-
-
-def _unchanged(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
+    return _exchange(state, bucket, None)

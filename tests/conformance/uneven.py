@@ -25,15 +25,18 @@ Attach = Callable[[DistributedDataParallel], Any]
 
 
 class Model(nn.Module):
-    """Two layers, a norm in between, and a branch that only every third iteration uses."""
+    """Two layers, a norm in between, and a branch that only every third iteration uses.
+
+    The weights have 1,280 elements: enough for hooks that leave small tensors uncompressed.
+    """
 
     def __init__(self, variant: str) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.first = nn.Linear(6, 8)
-        self.norm = nn.BatchNorm1d(8) if variant == "batch_norm" else nn.Identity()
-        self.second = nn.Linear(8, 3)
-        self.branch = nn.Linear(8, 3) if variant == "unused" else None
+        self.first = nn.Linear(16, 80)
+        self.norm = nn.BatchNorm1d(80) if variant == "batch_norm" else nn.Identity()
+        self.second = nn.Linear(80, 16)
+        self.branch = nn.Linear(80, 16) if variant == "unused" else None
 
     def forward(self, x: torch.Tensor, iteration: int) -> torch.Tensor:
         hidden = torch.tanh(self.norm(self.first(x)))
@@ -45,7 +48,7 @@ class Model(nn.Module):
 
 def batch(rank: int, iteration: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * rank + iteration)
-    return torch.randn(5, 6, generator=generator)
+    return torch.randn(5, 16, generator=generator)
 
 
 def wrap(model: nn.Module, variant: str) -> DistributedDataParallel:

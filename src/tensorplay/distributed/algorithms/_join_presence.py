@@ -11,7 +11,6 @@ fraction those whose forward is recorded for a backward, and those whose backwar
 import contextlib
 import os
 import socket
-import weakref
 from typing import Any
 
 import torch
@@ -88,20 +87,19 @@ class Notice:
         return [members[rank] for rank, share in enumerate(self._total.tolist()) if share == 0.0]
 
 
-_blocks: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
-
-
 class Whereabouts:
     """Where the ranks of one block can leave word of why they left it: the group's store.
 
-    Every rank of the group makes one for each block, so the blocks of a group have the same number everywhere.
+    Every rank of the group makes one for each block. The store counts them for each rank, so that a block has the same
+    number everywhere, also in processes that belonged to other groups before.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        _blocks[group] = number = _blocks.get(group, -1) + 1
+        store = group_store(group)
+        number = store.add(f"tensorplay/join/{group.group_name}/blocks/{group.rank()}", 1)
         self._label = f"join/{group.group_name}/{number}"
-        self._store = c10d.PrefixStore(f"tensorplay/{self._label}", group_store(group))
+        self._store = c10d.PrefixStore(f"tensorplay/{self._label}", store)
         self._store.set(f"process/{group.rank()}", f"{os.getpid()} {socket.gethostname()}")
 
     def leave_word(self, error: BaseException) -> None:

@@ -1,6 +1,7 @@
 """post_localSGD_hook and PostLocalSGDOptimizer on real ranks."""
 
 import copy
+import io
 import pickle
 import warnings
 from functools import partial
@@ -14,10 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tensorplay.compression.collective import traffic
 from tensorplay.distributed.algorithms.ddp_comm_hooks import default_hooks
+from tensorplay.distributed.algorithms.ddp_comm_hooks.compressed_hook import (
+    CompressedHookState,
+    compressed_hook,
+)
 from tensorplay.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
+from tensorplay.distributed.algorithms.ddp_comm_hooks.register import register_ddp_comm_hook
 from tensorplay.distributed.algorithms.model_averaging import PeriodicModelAverager
 from tensorplay.distributed.optim.post_localSGD_optimizer import (
     ModelAveragingOptimizer,
@@ -59,7 +65,7 @@ class _Sum(nn.Module):
         self.parts = nn.ParameterList([nn.Parameter(torch.zeros(64)) for _ in range(3)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * sum(p.sum() for p in self.parts)
+        return sum((x * p).sum() for p in self.parts)
 
 
 EVERYONE = [0, 1, 2, 3]
@@ -149,6 +155,72 @@ def _wrapped_bytes(rank: int, world_size: int, wrapper: Any) -> list[int]:
         (ddp(torch.ones(1)) * 2.0).backward()
         sent.append(traffic.sent_bytes - before)
     return sent
+
+
+def _compressed(rank: int, world_size: int) -> list[list[int]]:
+    states: list[CompressedHookState] = []
+
+    def make_hook_state(group: dist.ProcessGroup) -> CompressedHookState:
+        states.append(CompressedHookState("int8", process_group=group, min_elements=0))
+        return states[-1]
+
+    def make() -> PostLocalSGDState:
+        return PostLocalSGDState(
+            None, None, 2, group_size=2, hook=compressed_hook, make_hook_state=make_hook_state
+        )
+
+    seen = _gradient_groups(rank, world_size, make)
+    assert [state.process_group.size() for state in states] == [4, 2]
+    return seen
+
+
+def test_a_compressed_hook_exchanges_inside_either_group() -> None:
+    for rank, run in enumerate(run_ranks(_compressed, 4)):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        assert run == [EVERYONE, EVERYONE, pair, pair, pair]
+
+
+def _saved_hook_states(rank: int, world_size: int) -> list[bool]:
+    def fresh() -> tuple[DistributedDataParallel, PostLocalSGDState]:
+        ddp = DistributedDataParallel(_Sum())
+        state = PostLocalSGDState(
+            None,
+            None,
+            3,
+            group_size=2,
+            hook=compressed_hook,
+            make_hook_state=partial(CompressedHookState, "int4", min_elements=0),
+        )
+        register_ddp_comm_hook(post_localSGD_hook, ddp, state)
+        return ddp, state
+
+    def gradients(ddp: DistributedDataParallel, steps: range) -> list[torch.Tensor]:
+        found = []
+        for step in steps:
+            ddp.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            ddp(torch.randn(64, generator=generator)).backward()
+            found.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]).clone())
+        return found
+
+    ddp, _ = fresh()
+    expected = gradients(ddp, range(8))
+    outcomes = []
+    for stop in (2, 5):
+        ddp, state = fresh()
+        gradients(ddp, range(stop))
+        stream = io.BytesIO()
+        torch.save(state.state_dict(), stream)
+        stream.seek(0)
+        ddp, state = fresh()
+        state.load_state_dict(torch.load(stream, weights_only=True))
+        again = gradients(ddp, range(stop, 8))
+        outcomes.append(all(torch.equal(a, b) for a, b in zip(again, expected[stop:], strict=True)))
+    return outcomes
+
+
+def test_states_of_a_compressed_hook_are_saved_with_it() -> None:
+    assert run_ranks(_saved_hook_states, 4) == [[True, True]] * 4
 
 
 def _like_ddp_before_the_switch(rank: int, world_size: int) -> bool:

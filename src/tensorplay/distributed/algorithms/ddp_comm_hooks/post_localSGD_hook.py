@@ -11,6 +11,7 @@ import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as torch_h
 
 from tensorplay.compression.bucket import GradBucket, read_bucket
 from tensorplay.compression.participation import resolve_group
+from tensorplay.compression.state import HookState
 from tensorplay.distributed.algorithms.ddp_comm_hooks import default_hooks
 from tensorplay.distributed.algorithms.ddp_comm_hooks._protocol import (
     HookFunction,
@@ -189,6 +190,8 @@ class PostLocalSGDState(torch_hook.PostLocalSGDState):
                 )
             if self._model is not None and hasattr(inner, "bind"):
                 inner.bind(self._model, group)
+            if isinstance(inner, HookState):
+                inner.memory.unwatch()  # this backward has begun: what it used before now went unseen
             if phase in self._waiting_hook_states:
                 inner.load_state_dict(self._waiting_hook_states.pop(phase))
             self._hook_states[phase] = inner

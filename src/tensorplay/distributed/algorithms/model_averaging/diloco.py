@@ -7,12 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tensorplay.compression.codec import Codec
 from tensorplay.compression.collective import Traffic
 from tensorplay.compression.rounds import Scratch
 from tensorplay.distributed.algorithms.model_averaging.averagers import ModelAverager, positive_integer
 from tensorplay.distributed.algorithms.model_averaging.fragments import Fragment, outer_copy, split_evenly
 from tensorplay.distributed.algorithms.model_averaging.groups import is_member
 from tensorplay.distributed.algorithms.model_averaging.outer_exchange import (
+    CodecExchange,
     OuterExchange,
     OuterGradient,
     PlainExchange,
@@ -106,7 +108,7 @@ class DiLoCoAverager(ModelAverager):
         period: int = 50,
         warmup_steps: int = 0,
         process_group: dist.ProcessGroup | None = None,
-        codec: Any = None,
+        codec: str | Codec | None = None,
         num_fragments: int = 1,
         overlap_steps: int = 0,
         *,
@@ -164,6 +166,8 @@ class DiLoCoAverager(ModelAverager):
         self._exchange = self._make_exchange()
 
     def _make_exchange(self) -> OuterExchange:
+        if self.codec is not None:
+            return CodecExchange(self.process_group, self.codec)
         key = " ".join(f"{n}{list(p.shape)}" for n, p in zip(self._names, self._parameters, strict=True))
         return PlainExchange(
             self.process_group, self.overlap_steps > 0, key, bucket_cap_mb=self._flat.bucket_cap_mb

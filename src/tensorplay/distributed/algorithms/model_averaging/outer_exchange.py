@@ -8,11 +8,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from tensorplay.compression.bucket import Bucket
+from tensorplay.compression.codec import Codec
 from tensorplay.compression.collective import Traffic, all_reduce_sum, traffic
+from tensorplay.compression.compressed import CodecState
 from tensorplay.compression.driver import Lane, lane_for
+from tensorplay.compression.registry import make_codec
 from tensorplay.compression.rounds import AllReduce, Exchange, Scratch
+from tensorplay.compression.schedule import OnlyLarge, Uniform
 
-__all__ = ["OuterExchange", "OuterGradient", "PlainExchange", "Wait"]
+__all__ = ["CodecExchange", "OuterExchange", "OuterGradient", "PlainExchange", "Wait"]
 
 Wait = Callable[[], None]
 """Called once: returns when the submitted outer gradient holds its mean."""
@@ -118,6 +123,57 @@ class PlainExchange:
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Nothing to restore."""
+
+
+class CodecExchange:
+    """The mean of compressed outer gradients, with error feedback: what the codec loses is added to the next one.
+
+    It runs on the lane of its state, so in the background; the result is bit-identical on all ranks.
+
+    Args:
+        group: the ranks.
+        codec: a Codec or its registered name.
+        min_elements: smaller tensors travel uncompressed.
+    Raises: ValueError: an unknown codec. TypeError: neither a Codec nor a name.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, codec: str | Codec, min_elements: int = 1024) -> None:
+        made = make_codec(codec)
+        self._state = CodecState(made, group, policy=OnlyLarge(Uniform(made), min_elements))
+        self._lanes: dict[torch.device, Lane] = {}
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes handed to collectives."""
+        total = Traffic()
+        for lane in self._lanes.values():
+            total.add(lane.traffic.sent_bytes, lane.traffic.received_bytes)
+        return total
+
+    def submit(self, gradient: OuterGradient) -> Wait:
+        """See `OuterExchange`. Tensors are float32."""
+        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, tensor in gradient.tensors.items():
+            by_device.setdefault(tensor.device, {})[name] = tensor
+        ends = []
+        for device, tensors in by_device.items():
+            bucket = Bucket.of_tensors(tensors)
+            self._lanes[device] = self._state.lane(bucket)
+            ends.append(self._state.average(bucket))
+
+        def wait() -> None:
+            for end in ends:
+                end.wait()
+
+        return wait
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restore residuals; from the list of all ranks' states they are dealt out anew, their sum kept."""
+        self._state.load_state_dict(state_dict)
 
 
 @dataclass(frozen=True)

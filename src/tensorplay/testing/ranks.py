@@ -59,6 +59,11 @@ def run_ranks(
         warnings_as_errors: a warning raises in the rank; deprecations inside torch's own modules do not.
         seed: for torch, random and numpy, the same on every rank.
 
+    Kept from call to call: modules and what they hold. A function that patches a module must undo it; patches of
+    the caller don't reach the ranks, its environment does. A rank that leaves a thread, a child process or half a
+    gigabyte behind is replaced. Differs from a launcher: all ranks are forks of one process, so they hash strings
+    alike and iterate over sets of strings in the same order.
+
     Raises:
         RankFailure: a rank raised, ended, or was still running; shows every such rank, the first one first.
         TypeError: the function can't be pickled by name.
@@ -69,6 +74,7 @@ def run_ranks(
         >>> run_ranks(operator.add, 2)  # rank + world_size
         [2, 3]
     """
+    __tracebackhide__ = True  # pytest: a failure shows the test, then the ranks, not this function
     expected = _check(world_size, timeout_seconds, group_timeout_seconds, grace_seconds, expect_exit)
     pickled, main_file = _pickle(function)
     with _lock:

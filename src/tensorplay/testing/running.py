@@ -14,7 +14,7 @@ from tensorplay.testing.wire import Failed, Finished
 __all__ = ["Limits", "Running"]
 
 _HOLD_SECONDS = 0.3  # a failed rank's connections stay open this long: others may be failing on their own
-_STACK_SECONDS = 3.0
+_STACK_SECONDS = 2.0
 _POLL_SECONDS = 0.2
 _BUSY_KINDS = ("timeout", "ended")
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep

@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,8 @@ class _Template:
                 connection, output, stack = descriptors
                 self._serve(socket.socket(fileno=connection), output, stack)
                 status = 0
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
             finally:
                 os._exit(status)
         # Both sides make the group, so that it exists whoever runs first.

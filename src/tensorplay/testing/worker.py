@@ -71,8 +71,9 @@ def serve(connection: socket.socket, output: int, stack: int) -> None:
             _leave(leaving.code)
         except BaseException as error:
             answer = _describe(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in {sys.stdout, sys.stderr, *state.streams} - {None}:
+            with contextlib.suppress(Exception):  # the function's own streams may be closed
+                stream.flush()
         send_message(connection, answer)
         del call, answer
         try:
@@ -98,16 +99,21 @@ def _run(call: Call, modules: CallerModules) -> bytes:
     if call.main_file is not None:
         modules.load_main(call.main_file)
     function: Callable[[int, int], Any] = pickle.loads(call.function)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    server = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", call.store_port, is_master=False, wait_for_workers=False
     )
+    store = dist.PrefixStore(call.name, server)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=call.group_timeout_seconds)
     dist.init_process_group(
         call.backend,
-        store=dist.PrefixStore(call.name, store),  # type: ignore[attr-defined]
+        store=store,
         rank=call.rank,
         world_size=call.world_size,
-        timeout=timedelta(seconds=call.group_timeout_seconds),
+        timeout=timeout,
     )
+    # Gloo may be ready here and still connecting elsewhere: a rank that dies at once must not disturb that.
+    store.set(f"ready {call.rank}", "")
+    store.wait([f"ready {rank}" for rank in range(call.world_size)], timeout)
     result = function(call.rank, call.world_size)
     try:
         return pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL)
@@ -129,10 +135,12 @@ def _filter_warnings(as_errors: bool) -> None:
 def _leave(code: object) -> None:
     """End as the interpreter would on SystemExit: None is 0, a text is printed and is 1."""
     if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
+        os.write(2, f"{code}\n".encode())
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    with contextlib.suppress(Exception):
+        sys.stderr.flush()
     os._exit((code or 0) & 0xFF)
 
 

@@ -64,7 +64,7 @@ class Bucket:
     def signature(self) -> tuple[Any, ...]:
         """Equal for two buckets of the same parameters in the same order, dtype and device."""
         keys = tuple(s.key if isinstance(s.key, str) else id(s.key) for s in self.slices)
-        return (self.buffer.dtype, self.buffer.device, self.buffer.data_ptr(), keys)
+        return (self.buffer.dtype, self.buffer.device, self.buffer.numel(), self.buffer.data_ptr(), keys)
 
     @staticmethod
     def of_tensors(tensors: dict[str, torch.Tensor]) -> "Bucket":

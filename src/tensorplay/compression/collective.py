@@ -14,6 +14,7 @@ import contextlib
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -332,7 +333,9 @@ class LaneChannel:
         return f"rank {ranks} did not answer within {deadline_seconds:g} s: its process ended or lost its connection"
 
     def _is_running(self, peer: int) -> bool:
-        """False when `peer` is known to be a process of this host that has ended."""
+        """False when `peer` is known to be a process of this host that has ended, or never came."""
+        if not self._store.check([f"process/{peer}"]):
+            return False
         host, pid = self._store.get(f"process/{peer}").decode().rsplit(" ", 1)
         return host == socket.gethostname() and _process_runs(int(pid))
 
@@ -353,7 +356,14 @@ class GroupChannel:
 
     def __init__(self, group: dist.ProcessGroup, counter: Traffic) -> None:
         self.rank, self.world_size, self.traffic = group.rank(), group.size(), counter
-        self._group = group
+        self._held = weakref.ref(group)  # a lane must not keep its group alive
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._held()
+        if group is None:
+            raise RuntimeError("the process group of this lane was destroyed")
+        return group
 
     def all_to_all(
         self, message: int, produce: Produce, receives: Sequence[torch.Tensor | None], consume: Consume

@@ -39,6 +39,7 @@ class CodecState(HookState):
         policy: which tensors, and from when on; None: all with `codec`.
         error_feedback: keep what the codec loses and add it at the next step.
         route: "auto", "gather", "two-shot" or "sum". seed: of stochastic rounding and random choices.
+        whole_buckets: the codec sees a whole bucket at once; costs scratch of the bucket's size.
         process_group: see `HookState`.
     """
 
@@ -52,6 +53,7 @@ class CodecState(HookState):
         route: str = "auto",
         second_codec: Codec | None = None,
         seed: int = 0,
+        whole_buckets: bool = False,
     ) -> None:
         super().__init__(process_group)
         if route not in ROUTES:
@@ -66,6 +68,7 @@ class CodecState(HookState):
         self.codec, self.second_codec = codec, second_codec
         self.route, self.error_feedback, self.seed = route, error_feedback, seed
         self.policy: Policy = policy or Uniform(codec)
+        self._whole_buckets = whole_buckets
         self._plans: dict[Hashable, _Plan] = {}
 
     def config(self) -> dict[str, Any]:
@@ -107,7 +110,9 @@ class CodecState(HookState):
             seed = zlib.crc32((name or f"{index}/{entry.shape}").encode())
             entries.append(Entry(entry.values.numel(), codec, self.second_codec if codec else None, seed))
         parts = world_size if route == "two-shot" else 1
-        return _Plan(tuple(plan_units(entries, parts, plain, wide)), tuple(entries), route, second)
+        return _Plan(
+            tuple(plan_units(entries, parts, plain, wide, self._whole_buckets)), tuple(entries), route, second
+        )
 
     # Exchange -------------------------------------------------------------------------------------------------
 

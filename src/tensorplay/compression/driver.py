@@ -245,14 +245,13 @@ class InlineLane(Lane):
 _lanes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], Lane]]" = (
     weakref.WeakKeyDictionary()
 )
-_generations: dict[tuple[str, str], int] = {}
 _lanes_lock = threading.Lock()
 
 
 def _next_generation(group: dist.ProcessGroup, key: str) -> int:
-    name = (group.group_name, key)
-    _generations[name] = _generations.get(name, -1) + 1
-    return _generations[name]
+    """How often this rank has made this lane on this store: equal on all ranks, whatever else a process has done."""
+    counter = f"tensorplay/{group.group_name}/{key}/generation/{group.rank()}"
+    return int(group_store(group).add(counter, 1))
 
 
 def lane_for(group: dist.ProcessGroup, key: str, device: torch.device, inline: bool = False) -> Lane:

@@ -113,9 +113,9 @@ class _Piece:
     owned_at: int
 
 
-def _slabs(numel: int, group_size: int) -> list[tuple[int, int]]:
+def _slabs(numel: int, group_size: int, unit_elements: int = UNIT_ELEMENTS) -> list[tuple[int, int]]:
     """Cut a parameter into pieces of at most about a unit, at group borders: (start, length)."""
-    step = max(group_size, UNIT_ELEMENTS // group_size * group_size)
+    step = max(group_size, unit_elements // group_size * group_size)
     return [(start, min(step, numel - start)) for start in range(0, numel, step)]
 
 
@@ -131,25 +131,30 @@ def owned_ranges(numel: int, group_size: int, parts: int, owner: int) -> list[tu
     return [_shares(start, length, group_size, parts)[owner] for start, length in _slabs(numel, group_size)]
 
 
-def plan_units(entries: Sequence[Entry], parts: int, plain: Codec, wide: torch.dtype) -> list[Unit]:
+def plan_units(
+    entries: Sequence[Entry], parts: int, plain: Codec, wide: torch.dtype, whole: bool = False
+) -> list[Unit]:
     """Cut the slices of a bucket into units.
 
     Args:
         entries: the slices. parts: owners a unit is split over (1: everybody gets everything).
         plain: codec of what travels uncompressed. wide: dtype in which that is averaged.
+        whole: one unit and one block, however large: for codecs that look at a whole bucket.
 
     1. Compressed slices are cut into slabs, slabs gathered into units.
     2. What travels uncompressed is one long vector, cut evenly; a short one rides with the last unit.
     3. Every unit is laid out: blocks, payload offsets, header.
     """
     drafts: list[list[list[tuple[Codec, Codec, bool, list[_Piece]]]]] = []
-    filled = UNIT_ELEMENTS
+    unit_elements = sum(entry.numel for entry in entries) if whole else UNIT_ELEMENTS
+    block_elements = unit_elements if whole else BLOCK_ELEMENTS
+    filled = unit_elements + 1
     for index, entry in enumerate(entries):
         if entry.codec is None:
             continue
         owned = [0] * parts
-        for start, length in _slabs(entry.numel, entry.group_size):
-            if filled + length > UNIT_ELEMENTS:
+        for start, length in _slabs(entry.numel, entry.group_size, unit_elements):
+            if filled + length > unit_elements:
                 drafts.append([[] for _ in range(parts)])
                 filled = 0
             filled += length
@@ -171,7 +176,7 @@ def plan_units(entries: Sequence[Entry], parts: int, plain: Codec, wide: torch.d
             pieces = _cover(raw, *span)
             if pieces:
                 drafts[-1][part].append((plain, plain, False, pieces))
-    return [_lay_out(draft, entries, wide) for draft in drafts]
+    return [_lay_out(draft, entries, wide, block_elements) for draft in drafts]
 
 
 def _cover(raw: Sequence[tuple[int, int]], low: int, high: int) -> list[_Piece]:
@@ -187,7 +192,10 @@ def _cover(raw: Sequence[tuple[int, int]], low: int, high: int) -> list[_Piece]:
 
 
 def _lay_out(
-    draft: list[list[tuple[Codec, Codec, bool, list[_Piece]]]], entries: Sequence[Entry], wide: torch.dtype
+    draft: list[list[tuple[Codec, Codec, bool, list[_Piece]]]],
+    entries: Sequence[Entry],
+    wide: torch.dtype,
+    block_elements: int,
 ) -> Unit:
     indices = sorted({piece.index for chunk in draft for *_, pieces in chunk for piece in pieces})
     header = _HEADER_BYTES + _aligned(len(indices))
@@ -196,7 +204,9 @@ def _lay_out(
         blocks: list[Block] = []
         offset, second_offset, mean_offset = header, 0, 0
         for codec, second, compressed, pieces in _merged(chunk):
-            for segments, gaps, numel in _cut(pieces, math.lcm(codec.group_size, second.group_size)):
+            for segments, gaps, numel in _cut(
+                pieces, math.lcm(codec.group_size, second.group_size), block_elements
+            ):
                 dtype = torch.float32 if compressed else wide
                 first = segments[0]
                 block = Block(
@@ -245,10 +255,10 @@ def _merged(
 
 
 def _cut(
-    pieces: list[_Piece], group_size: int
+    pieces: list[_Piece], group_size: int, block_elements: int
 ) -> list[tuple[tuple[Segment, ...], tuple[tuple[int, int], ...], int]]:
-    """Lay pieces behind each other in blocks of at most about `BLOCK_ELEMENTS`: (segments, gaps, numel)."""
-    step = max(group_size, BLOCK_ELEMENTS // group_size * group_size)
+    """Lay pieces behind each other in blocks of at most about `block_elements`: (segments, gaps, numel)."""
+    step = max(group_size, block_elements // group_size * group_size)
     blocks = []
     segments: list[Segment] = []
     gaps: list[tuple[int, int]] = []

@@ -4,6 +4,7 @@ A state owns what a hook remembers (per parameter, see memory.py), counts steps,
 into exchanges. A subclass says which: `starts(bucket, wire_dtype)`.
 """
 
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,7 +43,7 @@ class HookState:
         self.memory = ParameterMemory()
         self.iteration = 0
         self._steps_are_explicit = False
-        self._lane: tuple[dist.ProcessGroup, torch.device, Lane] | None = None
+        self._lane: tuple[weakref.ref[dist.ProcessGroup], torch.device, Lane] | None = None
         #: Called around every exchange, outermost last: `wrapper(bucket, unit number, start) -> start`.
         self.wrappers: list[Wrapper] = []
 
@@ -66,12 +67,12 @@ class HookState:
     def lane(self, bucket: Bucket) -> Lane:
         """The lane this state's exchanges run in; made at the first bucket, alike on all ranks."""
         group, device = self.process_group, bucket.buffer.device
-        if self._lane is None or self._lane[0] is not group or self._lane[1] != device:
+        if self._lane is None or self._lane[0]() is not group or self._lane[1] != device:
             shapes = [
                 (entry.key if isinstance(entry.key, str) else "", entry.shape) for entry in bucket.slices
             ]
             key = f"{self.kind()}-{zlib.crc32(repr((shapes, self.config())).encode()):08x}"
-            self._lane = (group, device, lane_for(group, key, device))
+            self._lane = (weakref.ref(group), device, lane_for(group, key, device))
         return self._lane[2]
 
     # Steps ----------------------------------------------------------------------------------------------------

@@ -134,12 +134,15 @@ def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
 def test_ranks_end_with_their_caller(tmp_path: Path, number: signal.Signals) -> None:
     with started(tmp_path, SCRIPT, "hang") as script:
         pids = written_process_ids(tmp_path, 2)
-        assert all(alive(pid) for pid in pids)
+        time.sleep(0.3)
+        assert all(alive(pid) for pid in pids), "the ranks are at work"
         script.send_signal(number)
         _, errors = script.communicate(timeout=60)
     assert wait_until_gone(pids) == []
     if number == signal.SIGINT:
-        assert errors.rstrip().endswith("KeyboardInterrupt")
+        assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+        assert "atexit" not in errors
+        assert script.returncode in (-signal.SIGINT, 130)
 
 
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])

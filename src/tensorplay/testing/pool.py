@@ -173,11 +173,13 @@ class Pool:
         atexit.unregister(self.close)
         if self._closed:
             return
-        if not at_once and self._template.poll() is None:
-            with contextlib.suppress(RuntimeError):
-                self.end(self.ranks)
-        self.let_go()
-        self._store = None
+        try:
+            if not at_once and self._template.poll() is None:
+                with contextlib.suppress(RuntimeError):
+                    self.end(self.ranks)
+        finally:
+            self.let_go()
+            self._store = None
         try:
             self._template.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:

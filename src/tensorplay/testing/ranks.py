@@ -43,8 +43,8 @@ def run_ranks(
 
     Steps:
       1. processes kept from earlier calls are reused, missing ones forked (milliseconds; the first call imports torch);
-      2. in each: the caller's environment, folder and modules, one torch thread, seeds set to `seed` on every rank,
-         a new default group on 127.0.0.1;
+      2. in each: the caller's environment, folder, arguments and modules, one torch thread, seeds set to `seed` on
+         every rank, a new default group on 127.0.0.1;
       3. the function runs; results travel by value;
       4. when all ranks are done the groups are destroyed and torch's settings put back.
 
@@ -91,6 +91,7 @@ def run_ranks(
                 group_timeout_seconds=group_timeout_seconds,
                 seed=seed,
                 warnings_as_errors=warnings_as_errors,
+                arguments=list(sys.argv),
                 environment={**os.environ, **fixed_environment()},
                 working_directory=os.getcwd(),
                 search_path=[

@@ -34,6 +34,7 @@ class Call:
     group_timeout_seconds: float
     seed: int
     warnings_as_errors: bool
+    arguments: list[str]
     environment: dict[str, str]
     working_directory: str
     search_path: list[str]

@@ -90,6 +90,7 @@ def _run(call: Call, modules: CallerModules) -> bytes:
     for name, value in (("RANK", call.rank), ("WORLD_SIZE", call.world_size)):
         os.environ[name] = os.environ["LOCAL_" + name] = str(value)
     os.chdir(call.working_directory)
+    sys.argv[:] = call.arguments
     modules.update(call.search_path, call.modules)
     torch.manual_seed(call.seed)
     random.seed(call.seed)

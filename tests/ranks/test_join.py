@@ -146,18 +146,21 @@ class Kinds(nn.Module):
         )
 
 
-def gradients_of_every_kind(rank: int, world_size: int) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+def gradients_of_every_kind(
+    rank: int, world_size: int, batches: tuple[int, int]
+) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
     ddp = DistributedDataParallel(Kinds())
     with Join([ddp]):
-        for iteration in range((1, 3)[rank]):
+        for iteration in range(batches[rank]):
             ddp.zero_grad()
             torch.manual_seed(10 * iteration + rank)
             ddp(torch.randn(2, 3, 6, 6)).backward()
     return [(p.grad.resolve_conj(), p.grad.stride()) for p in ddp.module.parameters() if p.grad is not None]
 
 
-def test_a_rank_without_data_holds_the_averaged_gradient_of_every_parameter_kind() -> None:
-    first, second = run_ranks(gradients_of_every_kind, 2)
+@pytest.mark.parametrize("batches", [(0, 1), (0, 3), (1, 3)], ids=str)
+def test_a_rank_without_data_holds_the_averaged_gradient_of_every_parameter_kind(batches: Any) -> None:
+    first, second = run_ranks(partial(gradients_of_every_kind, batches=batches), 2)
     assert len(first) == 6
     for (got, got_stride), (expected, expected_stride) in zip(first, second, strict=True):
         assert torch.equal(got, expected)

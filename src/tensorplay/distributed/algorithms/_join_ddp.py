@@ -80,6 +80,7 @@ class DDPShadow:
         self._by_active_ranks = False
         self._muted = False
         self._handles: list[Any] = []
+        self._zeros: dict[Any, torch.Tensor] = {}
 
     # While this rank has data
 
@@ -119,6 +120,7 @@ class DDPShadow:
             handle.remove()
         self._handles = []
         self._before_forward = None
+        self._zeros.clear()
         self._unmute()
         self.ddp.reducer._set_forward_pass_work_handle(None, True)
 
@@ -162,14 +164,14 @@ class DDPShadow:
     def backward(self) -> None:
         """Do the backward's collectives with gradients of zero, and keep the averaged gradients in `.grad`.
 
-        1. Take a zero bucket for each bucket. A rank that never had data has none for a sparse gradient: it runs a
-           backward of zeros instead.
-        2. Run each bucket's hook, in order; with a static graph's first backward the used parameters go first.
-        3. Write each average to the parameters' `.grad`, but where no rank used a parameter.
+        1. A rank that has averaged no gradient yet runs a backward of zeros, through the reducer itself: the order in
+           which gradients come decides DDP's buckets. So does one whose sparse buckets have no memory yet.
+        2. Later: run each bucket's hook on zeros, in order, and write each average to the parameters' `.grad`, but
+           where no rank used a parameter. With a static graph's first backward the used parameters go first.
         """
         ddp = self.ddp
         first_of_static = self._is_first_of_static_graph()
-        buckets = self._zero_buckets()
+        buckets = None if self._decides_buckets() else self._zero_buckets()
         if buckets is None:
             self._backward_of_zeros(first_of_static)
             return
@@ -189,6 +191,13 @@ class DDPShadow:
         if not first_of_static:
             ddp.reducer._push_all_rebuilt_params()
 
+    def _decides_buckets(self) -> bool:
+        """Whether DDP will rebuild its buckets after this backward, which is this rank's first."""
+        ddp = self.ddp
+        if ddp.find_unused_parameters or ddp.static_graph:  # zeros would mark every parameter as used
+            return False
+        return not any(ddp.reducer.get_backward_stats())  # when each gradient was ready in the last backward
+
     def _is_first_of_static_graph(self) -> bool:
         ddp = self.ddp
         return bool(
@@ -198,12 +207,25 @@ class DDPShadow:
         )
 
     def _zero_buckets(self) -> list[Any] | None:
+        """A bucket of zeros for each of the reducer's, in the same memory every time: hooks keep plans by address.
+
+        None if a sparse bucket has no memory, which it gets in a backward and loses when buckets are rebuilt.
+        """
         try:
-            return list(self.ddp.reducer._get_zeros_like_grad_buckets())
+            buckets = list(self.ddp.reducer._get_zeros_like_grad_buckets())
         except RuntimeError:
             if any(self._expects_sparse):
                 return None
             raise
+        for bucket in buckets:
+            fresh = bucket.buffer()
+            if fresh.layout != torch.strided:
+                continue
+            key = (bucket.index(), fresh.numel(), fresh.dtype, fresh.device)
+            kept = self._zeros.setdefault(key, fresh)
+            if kept is not fresh:
+                bucket.set_buffer(kept.zero_())
+        return buckets
 
     def _reduce_used_parameters(self) -> torch.Tensor:
         """Sum which parameters were used where; this rank used none."""
@@ -247,7 +269,7 @@ class DDPShadow:
             zeros = [
                 torch.nn.functional.embedding(nothing, parameter, sparse=True).sum()
                 if sparse
-                else (parameter * 0).sum()
+                else _real(parameter * 0).sum()
                 for parameter, sparse in zip(self._parameters, self._expects_sparse, strict=True)
             ]
             ddp.reducer.prepare_for_forward()
@@ -262,6 +284,10 @@ class DDPShadow:
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give every rank the parameters and buffers of the last one that had data (the highest, if several)."""
         self.ddp._sync_final_model(is_last_joiner)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _refuse_late_start(ddp: Any, inputs: Any) -> None:

@@ -238,6 +238,20 @@ def test_averagers_save_copy_and_pickle(make: Any) -> None:
     assert run_ranks(partial(_copies, make=make), 2) == [3, 3]
 
 
+def _now(rank: int, world_size: int) -> list[float]:
+    averager = HierarchicalModelAverager({2: 2, 4: 4})
+    params = [nn.Parameter(torch.tensor(float(rank))), nn.Parameter(torch.tensor(float(rank)))]
+    averager.average_now(params[:1])
+    assert averager.step == 0
+    averager.bind(params)
+    averager.average_now()
+    return [p.item() for p in params]
+
+
+def test_average_now_is_over_the_whole_group() -> None:
+    assert run_ranks(_now, 4) == [[1.5, 1.5]] * 4
+
+
 def _pickle_on_subgroup(rank: int, world_size: int) -> str:
     averager = PeriodicModelAverager(2, process_group=dist.new_group([0, 1]))
     with pytest.raises(TypeError) as raised:

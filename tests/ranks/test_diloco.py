@@ -407,6 +407,29 @@ def test_copies_and_pickles_go_on_alike(overlap_steps: int) -> None:
     assert run_ranks(partial(_copies, overlap_steps=overlap_steps), 2) == [True, True]
 
 
+def _now(rank: int, world_size: int, overlap_steps: int) -> list[float]:
+    param = nn.Parameter(torch.tensor(10.0))
+    other = nn.Parameter(torch.tensor(0.0))
+    averager = DiLoCoAverager(
+        [param, other], plain_average, period=4, num_fragments=2, overlap_steps=overlap_steps
+    )
+    for _ in range(3):
+        _descend(param, rank + 1.0)
+        averager.average_parameters()
+    averager.average_now()
+    assert averager.step == 3
+    assert param.item() == averager.outer_parameters()["0"].item()
+    return [param.item(), other.item()]
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 3])
+def test_average_now_takes_an_outer_step_at_once(overlap_steps: int) -> None:
+    # without overlap: 9, 8 became 8.5; 6.5, 4.5 become 5.5
+    # with it: d = 1.5 of step 0 is mixed in now: outer 8.5, p halfway: 7.75, 6.25; their mean 7
+    expected = [[5.5, 0.0]] * 2 if overlap_steps == 0 else [[7.0, 0.0]] * 2
+    assert run_ranks(partial(_now, overlap_steps=overlap_steps), 2) == expected
+
+
 def _buffers(rank: int, world_size: int) -> list[float]:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     averager = DiLoCoAverager(model, period=2, module=model, average_buffers=True)

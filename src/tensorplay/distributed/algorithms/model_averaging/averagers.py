@@ -82,6 +82,17 @@ class ModelAverager(Joinable):
         """Average `params` if this step is one of the schedule's, and count the step."""
         raise NotImplementedError
 
+    def average_now(self, params: Parameters | None = None) -> None:
+        """Average over the whole group now, whatever the schedule says, without counting a step. A collective.
+
+        At the end of training, or before an evaluation, it makes all replicas bit-identical.
+
+        Args: params: None for those of the last `average_parameters`, or bound ones.
+        """
+        if params is not None:
+            self.bind(params)
+        self._average_over(self.process_group, self._bound)
+
     @property
     def traffic(self) -> Traffic:
         """Bytes handed to collectives by this averager, sent and received."""

@@ -209,6 +209,24 @@ class DiLoCoAverager(ModelAverager):
             self._finish_due()
         self.step += 1
 
+    def average_now(self, params: Parameters | None = None) -> None:
+        """Exchange every fragment and take its outer step now; parameters become the outer ones. No step is counted.
+
+        Exchanges in flight are mixed in first.
+
+        Args: params: see `average_parameters`.
+        """
+        if params is not None:
+            self._check_same(params)
+        for pending in self._pending.values():
+            pending.due = self.step
+        self._finish_due()
+        for number in range(self.num_fragments):
+            self._start(number)
+            self._pending[number].due = self.step
+            self._finish_due()
+            self._fragments[number].mix_in(0.0)
+
     def _start_from_mean(self) -> None:
         self._average_over(self.process_group, self._parameters)
         for fragment in self._fragments:

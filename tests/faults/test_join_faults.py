@@ -270,11 +270,18 @@ def optimized(rank: int, world_size: int, batches: tuple[int, ...], zero: Any, w
     return flat(ddp.parameters())
 
 
+def own_zero(*arguments: Any, **options: Any) -> Any:
+    from tensorplay.distributed.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(*arguments, **options)
+
+
+@pytest.mark.parametrize("zero", [torch_zero, own_zero], ids=["torch's", "ours"])
 @pytest.mark.parametrize("weights", [{}, {"momentum": 0.9, "weight_decay": 0.1}], ids=["plain", "momentum"])
 @pytest.mark.parametrize("batches", [(1, 2), (2, 5, 1)], ids=str)
-def test_f44_zero_equals_the_plain_optimizer(batches: tuple[int, ...], weights: Any) -> None:
+def test_f44_zero_equals_the_plain_optimizer(batches: tuple[int, ...], weights: Any, zero: Any) -> None:
     plain = run_ranks(partial(optimized, batches=batches, zero=None, weights=weights), len(batches))
-    sharded = run_ranks(partial(optimized, batches=batches, zero=torch_zero, weights=weights), len(batches))
+    sharded = run_ranks(partial(optimized, batches=batches, zero=zero, weights=weights), len(batches))
     for parameters in [*plain, *sharded]:
         torch.testing.assert_close(parameters, plain[0], rtol=1e-6, atol=1e-6)
 

@@ -1,0 +1,131 @@
+"""The factors of a bucket: where they start from, how they are made orthonormal, and what is kept of them.
+
+Factors are float32 and stored transposed, (rank, length), so that their long side is contiguous.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tensorplay.compression.error_feedback import Condition, write_where
+from tensorplay.compression.low_rank_plan import Factorisation, LowRankPlan
+from tensorplay.compression.memory import Tensors
+from tensorplay.compression.orthogonalize import orthogonalize_
+
+__all__ = ["draw_factor", "is_bounded", "load_right", "multiply", "orthogonalize_factors", "store_right"]
+
+#: A factor sum of this size counts as an overflow: products with it would leave float32.
+_OVERFLOW = 1e36
+
+Draw = Callable[[int, tuple[int, int]], torch.Tensor]
+
+
+def draw_factor(seed: int, step: int, place: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
+    """A right factor (rank, columns) of normal values that all ranks draw alike, the user's generators untouched.
+
+    >>> torch.equal(draw_factor(0, 5, (0, 1), (2, 3)), draw_factor(0, 5, (0, 1), (2, 3)))
+    True
+    """
+    generator = torch.Generator()
+    generator.manual_seed(zlib.crc32(f"{seed}/{step}/{place}/{shape}".encode()))
+    return torch.randn(shape, generator=generator)
+
+
+def load_right(
+    plan: LowRankPlan, memories: Sequence[Tensors], flat: torch.Tensor, draw: Draw, warm_start: bool
+) -> None:
+    """Fill `flat` with the right factors of the last step; `draw(number, shape)` where there is none that fits.
+
+    A matrix of several parameters takes the factor of the first of them that has one of its size.
+    """
+    for number, item in enumerate(plan.factorisations):
+        right = item.right(flat)
+        drawn: torch.Tensor | None = None
+        for at in range(item.batch):
+            held: torch.Tensor | None = None
+            for index in item.members if item.is_shared else item.members[at : at + 1]:
+                kept = memories[index].get("q") if warm_start else None
+                if kept is not None and kept.shape == right.shape[1:]:
+                    held = kept
+                    break
+            if held is None:
+                if drawn is None:
+                    drawn = draw(number, (item.batch * item.rank, item.columns)).view(right.shape)
+                held = drawn[at]
+            right[at].copy_(held)
+
+
+def orthogonalize_factors(
+    flat: torch.Tensor,
+    classes: Sequence[tuple[int, int, int, int]],
+    epsilon: float,
+    branch_free: bool,
+    revive: bool = False,
+) -> None:
+    """Make all factors' rows orthonormal, one call for those of one shape.
+
+    Args:
+        classes: (offset, count, rank, length) of neighbours of one shape. branch_free: never wait for a device's value.
+        revive: a row that is exactly zero, since its gradient was, becomes some direction, so that a layer whose
+            gradient returns is seen again.
+    """
+    for start, count, rank, length in classes:
+        rows = flat[start : start + count * rank * length].view(count, rank, length)
+        if revive:
+            dead = (rows.amax(-1) == 0) & (rows.amin(-1) == 0)
+            if branch_free or bool(dead.any()):
+                torch.where(dead.unsqueeze(-1), _some_directions(rank, length, flat.device), rows, out=rows)
+        orthogonalize_(rows, epsilon)
+
+
+def _some_directions(rank: int, length: int, device: torch.device) -> torch.Tensor:
+    """Rows without structure that need no generator: sin(1), sin(4), sin(9), …"""
+    counted = torch.arange(1, rank * length + 1, dtype=torch.float64, device=device)
+    return counted.square_().sin_().float().view(rank, length)
+
+
+def store_right(
+    item: Factorisation, memories: Sequence[Tensors], right: torch.Tensor, keep: Mapping[int, Condition]
+) -> None:
+    """Keep the right factors (batch, rank, columns) for the next step, where `keep[slice]` says so."""
+    if not item.is_shared:
+        for at, index in enumerate(item.members):
+            memory, own = memories[index], right[at]
+            held = memory.get("q")
+            if held is not None and held.shape == own.shape and held.device == own.device:
+                write_where(keep[index], own, held)
+            elif keep[index] is not False:
+                memory["q"] = _where_kept(keep[index], own)
+        return
+    conditions = [keep[index] for index in item.members]
+    any_kept: Any = conditions[0]
+    for condition in conditions[1:]:
+        any_kept = any_kept | condition
+    if any_kept is False:
+        return
+    # A new tensor: once the buckets are rebuilt its members may belong to different matrices.
+    shared = _where_kept(any_kept, right[0])
+    for index in item.members:
+        memories[index]["q"] = shared
+
+
+def _where_kept(keep: Condition, right: torch.Tensor) -> torch.Tensor:
+    """A copy to keep; without branches zeros where it doesn't count, which the next step replaces."""
+    return torch.where(keep, right, 0.0) if isinstance(keep, torch.Tensor) else right.clone()
+
+
+def is_bounded(values: torch.Tensor) -> torch.Tensor:
+    """Whether no value is NaN or near the end of float32: a bool tensor with no dimensions."""
+    if values.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    return (values.amax() < _OVERFLOW) & (values.amin() > -_OVERFLOW)
+
+
+def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """out = left @ right over a batch; a single matrix takes the faster route."""
+    if out.shape[0] == 1:
+        torch.mm(left[0], right[0], out=out[0])
+    else:
+        torch.bmm(left, right, out=out)

@@ -3,7 +3,9 @@
 import copy
 import io
 import pickle
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -605,3 +607,17 @@ def _load_with_codec(rank: int, world_size: int, saved: list[bytes]) -> float:
 def test_a_changed_world_size_keeps_the_sum_of_residuals() -> None:
     saved = run_ranks(_save_with_codec, 3)
     assert max(run_ranks(partial(_load_with_codec, saved=saved), 2)) < 1e-6
+
+
+def _documented(rank: int, world_size: int, code: str) -> str:
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return " ".join(names["trace"])
+
+
+def test_the_documented_example_prints_what_the_document_says() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "local_sgd.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "trace" in block)
+    printed = run_ranks(partial(_documented, code=code), 2)
+    for rank, trace in enumerate(printed):
+        assert f"rank {rank}: {trace}\n" in text

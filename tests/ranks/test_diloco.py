@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -607,6 +608,33 @@ def _load_with_codec(rank: int, world_size: int, saved: list[bytes]) -> float:
 def test_a_changed_world_size_keeps_the_sum_of_residuals() -> None:
     saved = run_ranks(_save_with_codec, 3)
     assert max(run_ranks(partial(_load_with_codec, saved=saved), 2)) < 1e-6
+
+
+def _beside_ddp(rank: int, world_size: int, codec: str | None) -> bool:
+    """Outer exchanges in flight while DDP and the user reduce on the same group, at unequal speeds."""
+    ddp = nn.parallel.DistributedDataParallel(_wide_model(), bucket_cap_mb=0.01)
+    averager = DiLoCoAverager(ddp, period=4, codec=codec, num_fragments=4, overlap_steps=3)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05), averager)
+    for step in range(80):
+        inputs, targets = _batch(rank, step)
+        optimizer.zero_grad()
+        if (step + rank) % 7 == 0:
+            time.sleep(0.003)
+        loss = nn.functional.mse_loss(ddp(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == world_size
+    flat = torch.cat([p.flatten() for p in averager.outer_parameters().values()])
+    every = [torch.empty_like(flat) for _ in range(world_size)]
+    dist.all_gather(every, flat)
+    return all(torch.equal(every[0], other) for other in every) and bool(torch.isfinite(flat).all())
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_exchanges_in_the_background_mix_with_no_other_collective(codec: str | None) -> None:
+    assert run_ranks(partial(_beside_ddp, codec=codec), 3) == [True] * 3
 
 
 def _documented(rank: int, world_size: int, code: str) -> str:

@@ -32,15 +32,14 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
         for clipping, works as usual.
     Join: pass this optimizer to Join, not its averager as well. A joined rank makes no local step and takes part in
         every scheduled averaging with its last parameters.
-    Example:
-        ```
-        optimizer = PostLocalSGDOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.01), PeriodicModelAverager(period=4, warmup_steps=100)
-        )
-        ```
     Paper: Lin et al. 2018, "Don't use large mini-batches, use local SGD".
     Differs: torch's keeps a second list of parameter groups, has no `defaults`, closure, copies or hooks, and loses a
         step's averaging when GradScaler skips it. This class is not a subclass of torch's, whose import warns.
+    Example:
+        >>> from tensorplay.distributed.algorithms.model_averaging import PeriodicModelAverager
+        >>> def make_optimizer(model):  # within a process group
+        ...     inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        ...     return PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=4, warmup_steps=100))
     """
 
     _step_supports_amp_scaling = True  # GradScaler then always calls step() and leaves the skipping to it

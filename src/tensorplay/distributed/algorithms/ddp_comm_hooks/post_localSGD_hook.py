@@ -57,18 +57,17 @@ class PostLocalSGDState(torch_hook.PostLocalSGDState):
         start_localSGD_iter, group_size < 1, `group_size` with `subgroup`; at the switch, see `local_group`.
     Saving: `state_dict()` holds numbers and tensors. The object pickles too: without its groups, which are found again
         at first use.
-    Example:
-        ```
-        state = PostLocalSGDState(None, None, start_localSGD_iter=100)
-        ddp.register_comm_hook(state, post_localSGD_hook)
-        optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=4, warmup_steps=100))
-        ```
-        With int8 inside either group:
-        `hook=compressed_hook, make_hook_state=lambda group: CompressedHookState("int8", process_group=group)`.
     Paper: Lin et al. 2018, "Don't use large mini-batches, use local SGD".
     Differs: torch's needs CUDA for `subgroup=None` and takes hosts to have equal numbers of devices; its counter stops
         at the switch; it does not pickle with a subgroup. As torch's, and unlike the name suggests,
         `post_local_gradient_allreduce` exchanges within the subgroup only.
+    Example: int8 gradients inside either group:
+        >>> from tensorplay.distributed.algorithms.ddp_comm_hooks import compressed_hook as compressed
+        >>> def int8(group):
+        ...     return compressed.CompressedHookState("int8", process_group=group)
+        >>> state = PostLocalSGDState(None, None, 100, hook=compressed.compressed_hook, make_hook_state=int8)
+        >>> def register(ddp):
+        ...     ddp.register_comm_hook(state, post_localSGD_hook)
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class PostLocalSGDState(torch_hook.PostLocalSGDState):
     def global_group(self) -> dist.ProcessGroup:
         """Return the group of the first phase.
 
-        Raises: RuntimeError: the state was loaded from a pickle made on a group that this process can't find.
+        Raises: RuntimeError: the state was pickled on another group than the default one, and has not been given it.
         """
         if self.process_group is None and self._bound_group is None and self._lost_process_group:
             raise RuntimeError(

@@ -195,18 +195,18 @@ class PeriodicModelAverager(ModelAverager):
         warmup_steps: steps before the first averaging, usually `PostLocalSGDState.start_localSGD_iter`.
         process_group, module, average_buffers, bucket_cap_mb: see `ModelAverager`.
     Raises: TypeError: `period` or `warmup_steps` is not an integer. ValueError: period < 1, warmup_steps < 0.
-    Example:
-        ```
-        averager = PeriodicModelAverager(period=4, warmup_steps=100)
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            loss_function(model(inputs), targets).backward()
-            optimizer.step()
-            averager.average_parameters(model.parameters())
-        ```
     Paper: Lin et al. 2018, "Don't use large mini-batches, use local SGD".
     Differs: the set is every parameter with `requires_grad` (torch: with a gradient); parameters keep their storage and
         strides; the averager is a Joinable, can average buffers, and can be copied and saved.
+    Example:
+        >>> def train(model, optimizer, loss_function, batches):  # within a process group
+        ...     averager = PeriodicModelAverager(period=4, warmup_steps=100)
+        ...     for inputs, targets in batches:
+        ...         optimizer.zero_grad()
+        ...         loss_function(model(inputs), targets).backward()
+        ...         optimizer.step()
+        ...         averager.average_parameters(model.parameters())
+        ...     averager.average_now()
     """
 
     def __init__(

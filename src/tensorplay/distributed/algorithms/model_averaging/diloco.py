@@ -91,14 +91,14 @@ class DiLoCoAverager(ModelAverager):
         TypeError: an integer argument is not one; `outer_optimizer` makes no optimizer.
         ValueError: an argument is out of its range; no parameter has `requires_grad`; an optimizer over others.
     Construct it on every rank of the group at the same point: it is a collective.
-    Example:
-        ```
-        inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        optimizer = PostLocalSGDOptimizer(inner, DiLoCoAverager(model, period=50, codec="int4"))
-        ```
     Papers: Douillard et al. 2023, "DiLoCo"; Douillard et al. 2025, "Streaming DiLoCo".
     Differs: fragments are runs of parameters in their given order, not strided layers; the first exchange comes at step
         `warmup_steps`, as every averager's here.
+    Example:
+        >>> from tensorplay.distributed.optim.post_localSGD_optimizer import PostLocalSGDOptimizer
+        >>> def make_optimizer(model):  # within a process group, on every rank
+        ...     inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        ...     return PostLocalSGDOptimizer(inner, DiLoCoAverager(model, period=50, codec="int4"))
     """
 
     def __init__(

@@ -36,14 +36,12 @@ class HierarchicalModelAverager(ModelAverager):
         ValueError: the mapping is empty; a period or size < 1; periods not ascending; a size that does not divide the
             next; a last size that is not the size of `process_group`; warmup_steps < 0; an unknown phase.
     Groups: constructing makes groups, so every rank of the job constructs one at the same point.
-    Example: with 16 ranks, over 8 every 4 steps and over all 16 every 16:
-        ```
-        averager = HierarchicalModelAverager({4: 8, 16: 16}, warmup_steps=100)
-        averager.average_parameters(model.parameters())    # after each optimizer step
-        ```
     Paper: Wang et al. 2020, "Demystifying why local aggregation helps: convergence analysis of hierarchical SGD".
     Differs: sizes and periods are checked at construction (torch accepts unsorted and non-nesting ones); `phase`; else
         as PeriodicModelAverager differs.
+    Example: with 16 ranks, over 8 every 4 steps and over all 16 every 16:
+        >>> def make():  # within a process group, on every rank
+        ...     return HierarchicalModelAverager({4: 8, 16: 16}, warmup_steps=100)
     """
 
     def __init__(

@@ -158,8 +158,8 @@ def check_uneven(
     }
     joined = run_ranks(partial(train, **arguments), len(batches))
     check_alike(joined, batches, variant)
-    if variant == "static_graph" and batches[0] == 0:
-        return  # rank 0 decides DDP's buckets; one that never saw the graph can't know the order of its gradients
+    if variant == "static_graph" and batches[0] < 2:
+        return  # a static graph's second backward on rank 0 decides DDP's buckets; without it their order differs
     zeros = run_ranks(partial(train, **arguments, mode="zeros"), len(batches))
     assert len(joined[0]["history"]) == len(zeros[0]["history"])
     for step, (got, expected) in enumerate(zip(joined[0]["history"], zeros[0]["history"], strict=True)):

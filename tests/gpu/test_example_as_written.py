@@ -7,7 +7,6 @@ import torch
 
 from tests.ranks.test_example_as_written import EXAMPLE, check, run_example
 
-
 pytestmark = pytest.mark.gpu
 
 

@@ -7,8 +7,12 @@ from functools import partial
 
 import torch
 
+from tensorplay.compression.cast import Float8, Float16
 from tensorplay.compression.codec import Codec, Identity
+from tensorplay.compression.lloyd_max import LloydMax2
 from tensorplay.compression.quantize import AffineUint8, SymmetricInteger
+from tensorplay.compression.sign import Sign
+from tensorplay.compression.sparsify import RandomK, TopK
 
 __all__ = ["Entry", "codec_entry", "known_codecs", "make_codec", "register_codec"]
 
@@ -23,11 +27,25 @@ class Entry:
     paper: str
 
 
+def _float32() -> Codec:
+    codec = Identity(torch.float32)
+    codec.name = "fp32"
+    return codec
+
+
 _CODECS: dict[str, Entry] = {
-    "fp32": Entry(partial(Identity, torch.float32), "as it is"),
+    "fp32": Entry(_float32, "as it is"),
+    "fp16": Entry(partial(Float16, "fp16"), "Micikevicius et al. 2018"),
+    "bf16": Entry(partial(Float16, "bf16"), "Micikevicius et al. 2018"),
+    "fp8_e4m3": Entry(partial(Float8, "e4m3"), "Micikevicius et al. 2022"),
+    "fp8_e5m2": Entry(partial(Float8, "e5m2"), "Micikevicius et al. 2022"),
     "int8": Entry(partial(SymmetricInteger, 8), "Dettmers et al. 2022"),
     "int4": Entry(partial(SymmetricInteger, 4), "Dettmers et al. 2022"),
+    "int2": Entry(LloydMax2, "Max 1960"),
     "uint8": Entry(AffineUint8, "Jacob et al. 2018"),
+    "sign": Entry(Sign, "Karimireddy et al. 2019"),
+    "topk": Entry(TopK, "Lin et al. 2018"),
+    "randomk": Entry(RandomK, "Stich et al. 2018"),
 }
 
 

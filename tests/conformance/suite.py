@@ -14,14 +14,14 @@ import tensorplay as tp
 from tensorplay.distributed.algorithms.ddp_comm_hooks import make_hook
 
 
-#: Hooks that run the suite; "noop" exchanges nothing, so it can't keep replicas equal.
+#: Hooks that run the suite: "noop" exchanges nothing, and post-local SGD keeps replicas apart on purpose.
 def hook_names() -> list[str]:
     from tensorplay.distributed.algorithms.ddp_comm_hooks import known_hooks
 
     return [name for name in known_hooks() if name not in NOT_EXCHANGING]
 
 
-NOT_EXCHANGING = {"noop"}
+NOT_EXCHANGING = {"noop", "post_localSGD"}
 
 
 @dataclass(frozen=True)

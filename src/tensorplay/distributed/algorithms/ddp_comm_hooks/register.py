@@ -16,6 +16,12 @@ from tensorplay.distributed.algorithms.ddp_comm_hooks.compressed_hook import (
     compressed_hook,
 )
 from tensorplay.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from tensorplay.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
+from tensorplay.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    batched_powerSGD_hook,
+    powerSGD_hook,
+)
 
 __all__ = ["DDPCommHookType", "known_hooks", "make_hook", "register_ddp_comm_hook"]
 
@@ -33,6 +39,11 @@ class DDPCommHookType(Enum):
     BF16_COMPRESS = "bf16_compress"
     QUANTIZE_PER_TENSOR = "quantize_per_tensor"
     QUANTIZE_PER_CHANNEL = "quantize_per_channel"
+    POWER_SGD = "power_sgd"
+    POWER_SGD_RANK2 = "power_sgd_rank2"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+    BATCHED_POWER_SGD_RANK2 = "batched_power_sgd_rank2"
+    POST_LOCAL_SGD = "post_localSGD"
     NOOP = "noop"
 
 
@@ -45,12 +56,39 @@ def _plain(hook: HookFunction) -> Recipe:
     return lambda state: (hook, state)
 
 
+def _power_sgd(hook: HookFunction, rank: int) -> Recipe:
+    """PowerSGD from the first step on, unless the caller brings a state."""
+
+    def recipe(state: Any) -> Made:
+        if isinstance(state, PowerSGDState):
+            return hook, state
+        if state is not None and not isinstance(state, dist.ProcessGroup):
+            raise TypeError(f"state must be a PowerSGDState, a process group or None, got {type(state).__name__}")
+        return hook, PowerSGDState(state, matrix_approximation_rank=rank, start_powerSGD_iter=0)
+
+    return recipe
+
+
+def _post_local_sgd(state: Any) -> Made:
+    if state is None:
+        raise TypeError(
+            "post_localSGD needs a PostLocalSGDState, since it must know when to switch: "
+            "register_ddp_comm_hook('post_localSGD', model, PostLocalSGDState(None, None, start_localSGD_iter=100))"
+        )
+    return post_localSGD_hook, state
+
+
 _recipes: dict[str, Recipe] = {
     "allreduce": _plain(default_hooks.allreduce_hook),
     "fp16_compress": _plain(default_hooks.fp16_compress_hook),
     "bf16_compress": _plain(default_hooks.bf16_compress_hook),
     "quantize_per_tensor": _plain(quantization_hooks.quantization_pertensor_hook),
     "quantize_per_channel": _plain(quantization_hooks.quantization_perchannel_hook),
+    "power_sgd": _power_sgd(powerSGD_hook, 1),
+    "power_sgd_rank2": _power_sgd(powerSGD_hook, 2),
+    "batched_power_sgd": _power_sgd(batched_powerSGD_hook, 1),
+    "batched_power_sgd_rank2": _power_sgd(batched_powerSGD_hook, 2),
+    "post_localSGD": _post_local_sgd,
     "noop": _plain(noop_hook),
 }
 

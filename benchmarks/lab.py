@@ -1,0 +1,140 @@
+"""Hosts on one machine: network namespaces joined by links of a chosen rate. Needs root and iproute2.
+
+    with Lab(4, "1gbit") as lab:
+        lab.run(["python", "worker.py"])    # once a rank, RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+
+Each rank has a full-duplex link of that rate to one switch: upload is shaped at its own end, download at the switch.
+Nothing leaves the lab: no other address exists in the namespaces.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["Lab", "available"]
+
+# More than one 64 kB frame: with less, the shaper cuts every frame into packets and the CPU pays for it.
+_BURST = "256kb"
+
+
+def available() -> str:
+    """Why a lab can't be made here, or '' when it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"{' and '.join(missing)} not found: install iproute2" if missing else ""
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+class Lab:
+    """`world_size` hosts behind one switch.
+
+    Args:
+        world_size: hosts. rate: "200mbit", "1gbit", … as tc writes it, or "unlimited".
+    """
+
+    def __init__(self, world_size: int, rate: str, name: str = "") -> None:
+        self.world_size, self.rate = world_size, rate
+        self.name = name or f"tp{os.getpid() % 100000}"
+
+    def __enter__(self) -> "Lab":
+        switch = f"{self.name}-sw"
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        for rank in range(self.world_size):
+            host = f"{self.name}-{rank}"
+            _ip("netns", "add", host)
+            _ip(
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                host,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"p{rank}",
+                "netns",
+                switch,
+            )
+            _ip("-n", switch, "link", "set", f"p{rank}", "master", "br0", "up")
+            _ip("-n", host, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
+            _ip("-n", host, "link", "set", "lo", "up")
+            _ip("-n", host, "link", "set", "eth0", "up")
+        self.shape(self.rate)
+        return self
+
+    def shape(self, rate: str) -> None:
+        """Change the rate of every link; running processes go on."""
+        self.rate = rate
+        for rank in range(self.world_size):
+            for namespace, device in ((f"{self.name}-{rank}", "eth0"), (f"{self.name}-sw", f"p{rank}")):
+                base = ["ip", "netns", "exec", namespace, "tc", "qdisc"]
+                subprocess.run([*base, "del", "dev", device, "root"], capture_output=True, check=False)
+                if rate != "unlimited":
+                    shaper = ["tbf", "rate", rate, "burst", _BURST, "latency", "50ms"]
+                    subprocess.run(
+                        [*base, "add", "dev", device, "root", *shaper], check=True, capture_output=True
+                    )
+
+    def bytes_on_wire(self, rank: int) -> tuple[int, int]:
+        """Bytes rank's interface has sent and received so far."""
+        command = ["ip", "netns", "exec", f"{self.name}-{rank}", "cat", "/proc/net/dev"]
+        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        fields = next(line for line in listing.splitlines() if "eth0:" in line).split(":")[1].split()
+        return int(fields[8]), int(fields[0])
+
+    def run(self, command: Sequence[str], timeout_seconds: float = 1800) -> list[str]:
+        """Run `command` once a host; returns each rank's output. Ends all of them when one fails."""
+        processes = []
+        for rank in range(self.world_size):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "10.77.0.1",
+                "MASTER_PORT": "29500",
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
+            }
+            processes.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", f"{self.name}-{rank}", *command],
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=None if rank == 0 else subprocess.DEVNULL,
+                    text=True,
+                )
+            )
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            outputs = [p.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for p in processes]
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+        failed = [rank for rank, process in enumerate(processes) if process.returncode]
+        if failed:
+            raise RuntimeError(f"ranks {failed} of {Path(command[-1]).name} failed")
+        return outputs
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for namespace in (*(f"{self.name}-{rank}" for rank in range(self.world_size)), f"{self.name}-sw"):
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+
+
+if __name__ == "__main__":
+    reason = available()
+    print(reason or "a lab can be made here")
+    sys.exit(1 if reason else 0)

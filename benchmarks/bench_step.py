@@ -3,7 +3,7 @@
     python benchmarks/bench_step.py --ranks 2 4 --rates 1gbit 200mbit --out benchmarks/results/step.json
 
 Every round runs every hook once, so that a noisy machine hurts all alike. "exposed" is step time less compute alone
-(`noop`). Names that begin with "torch:" are torch's own; its quantization hooks fail on gloo and are repaired by one line
+(`noop`). Names that begin with "torch:" are torch's own; its quantization hooks fail on gloo and are repaired here
 (see `repaired`).
 """
 

@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tensorplay.distributed.algorithms.ddp_comm_hooks._attach import attach
+from tensorplay.testing import run_ranks
 from tests.conformance import suite
-from tests.conformance.uneven import UNEVEN_BATCHES, VARIANTS, check_uneven, run_uneven
+from tests.conformance.uneven import UNEVEN_BATCHES, VARIANTS, check_uneven, run_uneven, train
 
 HOOKS = suite.hook_names()
 Setting = tuple[tuple[int, ...], str, bool]
@@ -65,3 +67,34 @@ def test_factors_and_residuals_from_the_second_step_on(
     batched: bool, warm_start: bool, setting: Setting
 ) -> None:
     check_uneven(partial(attach_power, batched=batched, warm_start=warm_start), *setting)
+
+
+def attach_local(model: DistributedDataParallel, start: int) -> Any:
+    from tensorplay.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+        PostLocalSGDState,
+        post_localSGD_hook,
+    )
+
+    return attach(model, post_localSGD_hook, PostLocalSGDState(None, None, start, group_size=2))
+
+
+@pytest.mark.parametrize(
+    "setting", [((2, 4), "buckets", False), ((2, 1, 4, 3), "no_sync", True)], ids=name_of
+)
+def test_the_global_phase_of_local_sgd(setting: Setting) -> None:
+    check_uneven(partial(attach_local, start=100), *setting)
+
+
+@pytest.mark.parametrize("batches", [(2, 1, 4, 3), (0, 3, 1, 0)], ids=str)
+def test_the_local_phase_of_local_sgd_sees_zeros_of_idle_ranks_in_its_subgroup(
+    batches: tuple[int, ...],
+) -> None:
+    run = partial(train, batches=batches, variant="buckets", attach=partial(attach_local, start=1))
+    joined = run_ranks(run, 4)
+    zeros = run_ranks(partial(run, mode="zeros"), 4)
+    for got, expected in zip(joined, zeros, strict=True):
+        assert got["left_over"] == 46
+        assert len(got["history"]) == max(batches)
+        for gradients, of_zeros in zip(got["history"], expected["history"], strict=True):
+            assert torch.equal(gradients, of_zeros)
+    assert not torch.equal(joined[0]["history"][-1], joined[2]["history"][-1])  # two subgroups

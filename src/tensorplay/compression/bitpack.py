@@ -115,9 +115,8 @@ def pack_signs(values: torch.Tensor, packed: torch.Tensor) -> None:
     """
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
         packed.numpy()[:] = numpy.packbits(values.numpy() < 0)  # several times faster than the same in torch
-        return
-    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.int32, device=values.device)
-    packed.copy_(((values < 0).view(-1, 8) * weights).sum(1))
+    else:
+        packed.copy_(_pack_bits(values < 0))
 
 
 def unpack_signs(packed: torch.Tensor, signs: torch.Tensor) -> None:
@@ -131,9 +130,20 @@ def unpack_signs(packed: torch.Tensor, signs: torch.Tensor) -> None:
         tensor([-1,  1, -1,  1,  1,  1,  1, -1], dtype=torch.int8)
     """
     if packed.device.type == "cpu":
-        bits = torch.from_numpy(numpy.unpackbits(packed.numpy())).view(torch.int8)
+        bits = torch.from_numpy(numpy.unpackbits(packed.numpy()))
     else:
-        shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
-        bits = ((packed[:, None] >> shifts) & 1).view(-1).view(torch.int8)
-    torch.mul(bits, -2, out=signs)
+        bits = _unpack_bits(packed)
+    torch.mul(bits.view(torch.int8), -2, out=signs)
     signs.add_(1)
+
+
+def _pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """numpy.packbits on any device: bool (n,) to uint8 (n/8,)."""
+    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.int32, device=bits.device)
+    return (bits.view(-1, 8) * weights).sum(1).to(torch.uint8)
+
+
+def _unpack_bits(packed: torch.Tensor) -> torch.Tensor:
+    """numpy.unpackbits on any device: uint8 (n/8,) to uint8 (n,) of 0 and 1."""
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, None] >> shifts) & 1).view(-1)

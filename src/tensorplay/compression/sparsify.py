@@ -61,9 +61,8 @@ class TopK(_Sparse):
 
         k = max(1, floor(fraction * n));   payload = (values, indices) of the k largest |value|
 
-    Always exactly k, and exactly the k largest (of equal ones at the border, those that come first): a threshold is
-    guessed from a sample of 16,384 values, whatever reaches it is sorted out, and where the guess was too high
-    everything is looked at.
+    Always exactly k, and exactly the k largest: a threshold is guessed from a sample of 16,384 values, the k largest
+    are taken from whatever reaches it, and where the guess was too high everything is looked at.
 
     Args:
         fraction: share of entries sent, in (0, 1]; smaller compresses more.
@@ -102,8 +101,7 @@ class TopK(_Sparse):
         if values.device.type == "cpu":
             chosen, extremes = _largest_on_cpu(values, count, context)
         else:
-            chosen = torch.topk(values.abs(), count, sorted=False).indices.sort().values
-            extremes = torch.stack([values.amax(), values.amin()])
+            chosen, extremes = _largest_anywhere(values, count)
         entries = payload[: 4 * count].view(torch.float32)
         torch.index_select(values, 0, chosen, out=entries)
         entries.add_((extremes * 0.0).sum())
@@ -203,13 +201,19 @@ def _largest_on_cpu(values: torch.Tensor, count: int, context: Context) -> tuple
         torch.abs(values, out=magnitudes)
         survivors = numpy.flatnonzero(magnitudes.numpy() >= threshold)
     if len(survivors) < count:
-        return torch.topk(values.abs(), count, sorted=False).indices.sort().values, extremes
+        return _largest_anywhere(values, count)
     magnitudes_left = numpy.abs(array[survivors])
     border = numpy.partition(magnitudes_left, len(survivors) - count)[len(survivors) - count]
     keep = magnitudes_left > border
     ties = numpy.flatnonzero(magnitudes_left == border)
     keep[ties[: count - numpy.count_nonzero(keep)]] = True
     return torch.from_numpy(survivors[keep]), extremes
+
+
+def _largest_anywhere(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same on any device, one look at everything; which of equal values at the border is left to torch."""
+    chosen = torch.topk(values.abs(), count, sorted=False).indices.sort().values
+    return chosen, torch.stack([values.amax(), values.amin()])
 
 
 def _guess_threshold(array: numpy.ndarray, count: int) -> float:

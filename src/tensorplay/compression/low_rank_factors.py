@@ -4,12 +4,12 @@ Factors are float32 and stored transposed, (rank, length), so that their long si
 """
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
-from tensorplay.compression.error_feedback import Condition, write_where
+from tensorplay.compression.error_feedback import Condition
 from tensorplay.compression.low_rank_plan import Factorisation, LowRankPlan
 from tensorplay.compression.memory import Tensors
 from tensorplay.compression.orthogonalize import orthogonalize_
@@ -44,12 +44,8 @@ def load_right(
         right = item.right(flat)
         drawn: torch.Tensor | None = None
         for at in range(item.batch):
-            held: torch.Tensor | None = None
-            for index in item.members if item.is_shared else item.members[at : at + 1]:
-                kept = memories[index].get("q") if warm_start else None
-                if kept is not None and kept.shape == right.shape[1:]:
-                    held = kept
-                    break
+            members = item.members if item.is_shared else item.members[at : at + 1]
+            held = held_right(memories, members, right.shape[1:]) if warm_start else None
             if held is None:
                 if drawn is None:
                     drawn = draw(number, (item.batch * item.rank, item.columns)).view(right.shape)
@@ -89,31 +85,45 @@ def _some_directions(rank: int, length: int, device: torch.device) -> torch.Tens
 def store_right(
     item: Factorisation, memories: Sequence[Tensors], right: torch.Tensor, keep: Mapping[int, Condition]
 ) -> None:
-    """Keep the right factors (batch, rank, columns) for the next step, where `keep[slice]` says so."""
-    if not item.is_shared:
-        for at, index in enumerate(item.members):
-            memory, own = memories[index], right[at]
-            held = memory.get("q")
-            if held is not None and held.shape == own.shape and held.device == own.device:
-                write_where(keep[index], own, held)
-            elif keep[index] is not False:
-                memory["q"] = _where_kept(keep[index], own)
-        return
-    conditions = [keep[index] for index in item.members]
-    any_kept: Any = conditions[0]
-    for condition in conditions[1:]:
-        any_kept = any_kept | condition
-    if any_kept is False:
-        return
-    # A new tensor: once the buckets are rebuilt its members may belong to different matrices.
-    shared = _where_kept(any_kept, right[0])
-    for index in item.members:
-        memories[index]["q"] = shared
+    """Keep the right factors (batch, rank, columns) for the next step, where `keep[slice]` says so.
+
+    What is kept is always a new tensor: members of one matrix share it, and once the buckets are rebuilt they may
+    belong to different ones.
+    """
+    if item.is_shared:
+        groups, conditions = [item.members], [_any(keep[index] for index in item.members)]
+    else:
+        groups = [(index,) for index in item.members]
+        conditions = [keep[index] for index in item.members]
+    for at, (members, condition) in enumerate(zip(groups, conditions, strict=True)):
+        own = right[at]
+        if isinstance(condition, torch.Tensor):
+            held = held_right(memories, members, own.shape)
+            kept = torch.where(condition, own, 0.0 if held is None else held.to(own.device))
+        elif condition:
+            kept = own.clone()
+        else:
+            continue
+        for index in members:
+            memories[index]["q"] = kept
 
 
-def _where_kept(keep: Condition, right: torch.Tensor) -> torch.Tensor:
-    """A copy to keep; without branches zeros where it doesn't count, which the next step replaces."""
-    return torch.where(keep, right, 0.0) if isinstance(keep, torch.Tensor) else right.clone()
+def held_right(
+    memories: Sequence[Tensors], members: Sequence[int], shape: Sequence[int]
+) -> torch.Tensor | None:
+    """The right factor that the first of the members has that has one of this shape (rank, columns)."""
+    for index in members:
+        held = memories[index].get("q")
+        if held is not None and tuple(held.shape) == tuple(shape):
+            return held
+    return None
+
+
+def _any(conditions: Iterable[Condition]) -> Condition:
+    found: Any = False
+    for condition in conditions:
+        found = condition | found
+    return cast(Condition, found)
 
 
 def is_bounded(values: torch.Tensor) -> torch.Tensor:

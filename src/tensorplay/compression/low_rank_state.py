@@ -1,6 +1,7 @@
 """The state behind the PowerSGD hooks: plans, per-parameter tensors, steps and saving put together."""
 
 import logging
+import zlib
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tensorplay.compression.bucket import Bucket, GradBucket
-from tensorplay.compression.driver import Start
+from tensorplay.compression.driver import Lane, Start, lane_for
 from tensorplay.compression.low_rank import LowRankTerms, check_ranks, low_rank_mean, plain_mean
 from tensorplay.compression.low_rank_plan import LowRankPlan, Rule, plan_low_rank
 from tensorplay.compression.memory import Tensors
@@ -55,6 +56,7 @@ class LowRankState(HookState):
         self.elements_after = 0
         self._next_log_step = 0
         self._layout = "layer"
+        self._lane_key: str | None = None
         self._plans: dict[Hashable, LowRankPlan] = {}
         self._checked_phases: set[str] = set()
 
@@ -70,6 +72,18 @@ class LowRankState(HookState):
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup | None) -> None:
         self._explicit_group = group
+
+    def lane(self, bucket: Bucket) -> Lane:
+        """The lane this state's exchanges run in.
+
+        Its name leaves the settings out: ranks whose settings differ must meet there, to be told so.
+        """
+        if self._lane_key is None:
+            shapes = [
+                (entry.key if isinstance(entry.key, str) else "", entry.shape) for entry in bucket.slices
+            ]
+            self._lane_key = f"{self.kind()}-{zlib.crc32(repr(shapes).encode()):08x}"
+        return lane_for(self.process_group, self._lane_key, bucket.buffer.device)
 
     # Exchange -------------------------------------------------------------------------------------------------
 

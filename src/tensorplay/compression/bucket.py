@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import GradBucket
 __all__ = ["Bucket", "GradBucket", "GradientSlice", "Key", "read_bucket", "scratch_like"]
 
 Key = torch.Tensor | str
+"""What a slice belongs to: a parameter, or a name where there is none."""
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class Traffic:
 
 
 traffic = Traffic()
+"""All bytes this process has handed to collectives through this package."""
 
 
 class Channel(Protocol):

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 Condition = bool | torch.Tensor
+"""Whether a step counts: known to the host, or a bool tensor on the device."""
 
 
 def write_where(condition: Condition, source: torch.Tensor, target: torch.Tensor) -> None:

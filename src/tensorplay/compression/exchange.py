@@ -24,6 +24,7 @@ from tensorplay.compression.rounds import AllReduce, AllToAll, Exchange, Scratch
 __all__ = ["ROUTES", "Terms", "choose_route", "exchange_unit", "route_bytes"]
 
 ROUTES = ("auto", "gather", "sum", "two-shot")
+"""What `route` may be; "auto" is resolved by `choose_route`."""
 
 
 @dataclass(frozen=True)

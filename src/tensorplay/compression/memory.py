@@ -15,6 +15,7 @@ from tensorplay.compression.bucket import Key
 __all__ = ["ParameterMemory", "Tensors"]
 
 Tensors = dict[str, torch.Tensor]
+"""The state tensors of one parameter by kind ("residual", …)."""
 
 
 class ParameterMemory:

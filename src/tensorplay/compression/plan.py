@@ -28,10 +28,10 @@ __all__ = [
     "plan_units",
 ]
 
-#: Elements of one call of a codec: its temporaries then stay in the cache.
 BLOCK_ELEMENTS = 1 << 20
-#: Elements of one exchange: enough to fill the wire, few enough that one is encoded while another is sent.
+"""Elements of one call of a codec: its temporaries then stay in the cache."""
 UNIT_ELEMENTS = 1 << 21
+"""Elements of one exchange: enough to fill the wire, few enough that one is encoded while another is sent."""
 _HEADER_BYTES = 16  # 8 of fingerprint, then one flag a slice, rounded up
 
 

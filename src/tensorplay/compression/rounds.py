@@ -75,8 +75,11 @@ class AllReduce:
 
 
 Round = AllReduce | AllToAll
+"""One round on the wire."""
 Exchange = Generator[Round, None, None]
+"""A generator of rounds."""
 MAX_ROUNDS = 8
+"""Rounds an exchange may have."""
 
 
 def run_exchange(exchange: Exchange, channel: Channel, first_message: int, scratch: Scratch) -> None:

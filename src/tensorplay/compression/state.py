@@ -21,6 +21,7 @@ from tensorplay.compression.participation import divisor, resolve_group
 __all__ = ["HookState", "StateDict"]
 
 StateDict = dict[str, Any]
+"""What `HookState.state_dict` returns: tensors, numbers and strings."""
 Wrapper = Callable[[Bucket, int, Start], Start]
 
 _FORMAT = "tensorplay.hook_state/1"

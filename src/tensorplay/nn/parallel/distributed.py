@@ -38,3 +38,18 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         from tensorplay.distributed.algorithms.ddp_comm_hooks._attach import attach
 
         return attach(self, hook, state)
+
+    # torch's Join asks these two: a hook of this package then divides by the ranks that still have data.
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
+        from tensorplay.distributed.algorithms._join_torch import count_for_torch_join
+
+        answer = super()._check_global_requires_backward_grad_sync(is_joined_rank)  # type: ignore[no-untyped-call]
+        count_for_torch_join(self, has_data=not is_joined_rank)
+        return answer
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        from tensorplay.distributed.algorithms._join_torch import end_of_torch_join
+
+        end_of_torch_join(self)
+        super()._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]

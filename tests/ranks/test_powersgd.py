@@ -88,7 +88,7 @@ def test_resume_is_bit_identical(form: str) -> None:
 
 
 def resume_bucket(rank: int, world_size: int) -> None:
-    """A whole bucket as a matrix: DDP's first pass has other buckets, so another matrix; nothing is lost all the same."""
+    """A whole bucket as a matrix: DDP's first pass has other buckets, so another matrix; nothing is lost yet."""
     first, second = make("bucket"), make("bucket")
     given = torch.zeros(())
     got = torch.zeros(())

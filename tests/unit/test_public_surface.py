@@ -170,6 +170,7 @@ def test_importing_everything_leaves_the_process_as_it_was() -> None:
     code = """
 import importlib, logging, os, random, signal, sys, threading, warnings
 import numpy, torch, torch.distributed
+import torch.distributed.optim  # what it changes is torch's: our ZeRO derives from torch's class, as clients check it
 
 def seen():
     return {
@@ -192,7 +193,7 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 after = seen()
 changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
-assert not changed, changed
+assert not changed, str(changed)[:3000]
 """
     names = [name for name in MODULES if ".integrations." not in name]
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=150)

@@ -1,0 +1,268 @@
+"""Keeps account of backward passes: which buckets were exchanged, when, and what that took.
+
+A pass opens with its first bucket. It is written out when the next one opens, or at `flush`: by then its exchanges are
+done, the writing is in the training thread, and it delays no exchange.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tensorplay.compression.bucket import Bucket, Key
+from tensorplay.compression.collective import traffic
+from tensorplay.compression.driver import lane_for
+from tensorplay.compression.participation import divisor
+from tensorplay.telemetry.errors import Sample, measure_errors, take_values
+from tensorplay.telemetry.meter import Meter
+from tensorplay.telemetry.sinks import Record, Sink
+
+__all__ = ["BucketWatch", "Recorder", "Subject"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is observed, as far as records need to know.
+
+    Attributes:
+        hook: its name. counts_process: bytes of hooks that don't tell them a bucket may be taken from the process'
+            total. counts_half: whether values travel in float16.
+        group: the ranks. name_of, residual_of: of a parameter; None where there is none.
+    """
+
+    hook: str
+    counts_process: bool
+    counts_half: bool
+    group: Callable[[], dist.ProcessGroup]
+    name_of: Callable[[Key], str | None]
+    residual_of: Callable[[Key], torch.Tensor | None]
+
+
+class BucketWatch:
+    """One bucket's exchange: its meters while it runs, its figures afterwards."""
+
+    def __init__(self, bucket: Bucket, sample: Sample | None, is_counted: bool) -> None:
+        parts = [bucket.buffer] if bucket.is_sparse else [entry.values for entry in bucket.slices]
+        self.bucket: Bucket | None = bucket
+        self.index, self.raw_bytes = bucket.index, sum(_nbytes(part) for part in parts)
+        self.sample, self.is_counted = sample, is_counted
+        self.meters: list[Meter] = []
+        self.called = perf_counter()
+        self.completed: float | None = None
+        self.nonfinite: bool | torch.Tensor = False
+        self.process_bytes = (0, 0)
+        self._running = 0
+        self._lock = threading.Lock()
+
+    def meter(self) -> Meter:
+        """A meter for one more exchange of this bucket; all are made before the first one runs."""
+        self.meters.append(Meter())
+        self._running += 1
+        return self.meters[-1]
+
+    def one_done(self) -> None:
+        """One of the exchanges has ended; with the last one the bucket is done."""
+        with self._lock:
+            self._running -= 1
+            if self._running:
+                return
+        bucket = self.bucket
+        assert bucket is not None
+        self.finish([entry.values for entry in bucket.slices], bucket.buffer)
+
+    def finish(self, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
+        """Note the time, whether all values are finite, and, where the error is measured, the values."""
+        self.completed = perf_counter()
+        self.process_bytes = (traffic.sent_bytes, traffic.received_bytes)
+        if sum(part.numel() for part in parts) == whole.numel() or whole.layout != torch.strided:
+            self.nonfinite = _has_nonfinite(whole)
+        else:  # the parts lie in memory of their own
+            self.nonfinite = any(bool(_has_nonfinite(part)) for part in parts)
+        if self.sample is not None:
+            self.sample.result = take_values(parts)
+        self.bucket = None
+
+    def figures(self) -> Record:
+        """The bucket's record, without step and kind."""
+        record: Record = {"bucket": self.index, "raw_bytes": self.raw_bytes}
+        record["sent_bytes"] = sum(m.sent_bytes for m in self.meters) if self.is_counted else None
+        record["received_bytes"] = sum(m.received_bytes for m in self.meters) if self.is_counted else None
+        for name in ("encode_seconds", "wait_seconds", "decode_seconds"):
+            record[name] = sum(getattr(meter, name) for meter in self.meters)
+        assert self.completed is not None
+        record["exchange_seconds"] = self.completed - self.called
+        record["nonfinite"] = bool(self.nonfinite)
+        return record
+
+
+@dataclass
+class _Pass:
+    step: int
+    measures_error: bool
+    process_bytes: tuple[int, int]
+    watches: list[BucketWatch] = field(default_factory=list)
+    telemetry_seconds: float = 0.0
+
+
+_lane_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]]" = weakref.WeakKeyDictionary()
+
+
+class Recorder:
+    """See the module.
+
+    Args:
+        subject: what is observed. sinks: where records go. error_every: steps between measurements of the error,
+            0: never.
+    """
+
+    def __init__(self, subject: Subject, sinks: Sequence[Sink], error_every: int) -> None:
+        self._subject, self._sinks, self._error_every = subject, sinks, error_every
+        self._pass: _Pass | None = None
+        self._began = perf_counter()
+        self._last_completed: float | None = None
+        self._unaccounted_seconds = 0.0
+        self._lane_number: int | None = None
+        self._has_written_run = False
+        self.step = 0
+
+    def begin(self, bucket: Bucket, is_counted: bool = True) -> BucketWatch:
+        """A bucket is about to be exchanged; the first one of a pass writes out the pass before."""
+        current = self._pass
+        if current is None or bucket.index <= current.watches[-1].index:
+            self.flush()
+            self.step += 1
+            measures = bool(self._error_every) and self.step % self._error_every == 0
+            current = self._pass = _Pass(self.step, measures, (traffic.sent_bytes, traffic.received_bytes))
+        began = perf_counter()
+        sample = None
+        if current.measures_error and bucket.slices and bucket.buffer.dtype.is_floating_point:
+            parts = [entry.values for entry in bucket.slices]
+            sample = Sample(
+                [entry.key for entry in bucket.slices],
+                [part.numel() for part in parts],
+                take_values(parts),
+                divisor(self._subject.group()),
+            )
+        current.telemetry_seconds += perf_counter() - began
+        watch = BucketWatch(bucket, sample, is_counted)
+        current.watches.append(watch)
+        return watch
+
+    def note(self, values: dict[str, Any]) -> None:
+        """Write a record of the caller's own numbers at the current step."""
+        self._write({"event": "scalars", "step": self.step, "time_seconds": self._now(), **values})
+
+    def flush(self) -> None:
+        """Write out the pass that has ended. Collective where its error is measured."""
+        ended, self._pass = self._pass, None
+        if ended is None:
+            return
+        began = perf_counter()
+        done = [watch for watch in ended.watches if watch.completed is not None]
+        for watch in done:
+            self._write({"event": "bucket", "step": ended.step, **watch.figures()})
+        spent = [0, 0]
+        if ended.measures_error and len(done) == len(ended.watches):
+            spent = self._measure([watch.sample for watch in done if watch.sample], ended.step)
+        telemetry_seconds = ended.telemetry_seconds + perf_counter() - began
+        if done:
+            self._write(self._figures(ended, done, telemetry_seconds, spent))
+        self._unaccounted_seconds += perf_counter() - began
+
+    def close(self) -> None:
+        """Write out what is left; give the lane's number back."""
+        self.flush()
+        if self._lane_number is not None:
+            _lane_numbers[self._subject.group()].discard(self._lane_number)
+            self._lane_number = None
+
+    def _figures(
+        self, ended: _Pass, done: list[BucketWatch], telemetry_seconds: float, spent: Sequence[int]
+    ) -> Record:
+        buckets = [watch.figures() for watch in done]
+        completed = max(watch.completed or 0.0 for watch in done)
+        record: Record = {"event": "step", "step": ended.step, "time_seconds": completed - self._began}
+        record["step_seconds"] = None
+        if self._last_completed is not None:
+            lost = self._unaccounted_seconds + ended.telemetry_seconds
+            record["step_seconds"] = completed - self._last_completed - lost
+        self._last_completed, self._unaccounted_seconds = completed, 0.0
+        record["exchange_seconds"] = completed - done[0].called
+        record["exposed_seconds"] = completed - ended.watches[-1].called
+        for name in ("raw_bytes", "sent_bytes", "received_bytes"):
+            known = [bucket[name] for bucket in buckets]
+            record[name] = None if None in known else sum(known)
+        if record["sent_bytes"] is None and self._subject.counts_process:
+            after = max(watch.process_bytes for watch in done)
+            record["sent_bytes"], record["received_bytes"] = (
+                end - start for end, start in zip(after, ended.process_bytes, strict=True)
+            )
+        for name in ("encode_seconds", "wait_seconds", "decode_seconds"):
+            record[name] = sum(bucket[name] for bucket in buckets)
+        record["nonfinite"] = any(bucket["nonfinite"] for bucket in buckets)
+        record["unfinished_buckets"] = len(ended.watches) - len(done)
+        record["telemetry_seconds"] = telemetry_seconds
+        record["telemetry_sent_bytes"], record["telemetry_received_bytes"] = spent
+        return record
+
+    def _measure(self, samples: list[Sample], step: int) -> list[int]:
+        if not samples:
+            return [0, 0]
+        group, subject = self._subject.group(), self._subject
+        if self._lane_number is None:
+            taken = _lane_numbers.setdefault(group, set())
+            self._lane_number = next(number for number in range(len(taken) + 1) if number not in taken)
+            taken.add(self._lane_number)
+        lane = lane_for(group, f"telemetry/{self._lane_number}", samples[0].own.device)
+        before = lane.traffic.sent_bytes, lane.traffic.received_bytes
+        records = measure_errors(samples, lane, subject.name_of, subject.residual_of, subject.counts_half)
+        for record in records:
+            self._write({"event": "error", "step": step, **record})
+        return [lane.traffic.sent_bytes - before[0], lane.traffic.received_bytes - before[1]]
+
+    def _now(self) -> float:
+        return perf_counter() - self._began
+
+    def _write(self, record: Record) -> None:
+        if not self._has_written_run:
+            self._has_written_run = True
+            group = self._subject.group()
+            self._write(
+                {
+                    "event": "run",
+                    "format": "tensorplay.telemetry/1",
+                    "hook": self._subject.hook,
+                    "rank": group.rank(),
+                    "world_size": group.size(),
+                    "backend": dist.get_backend(group),
+                    "torch": str(torch.__version__),
+                    "error_every": self._error_every,
+                }
+            )
+        for sink in self._sinks:
+            sink.write(record)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    if tensor.layout != torch.strided:
+        values, indices = tensor._values(), tensor._indices()
+        return values.numel() * values.element_size() + indices.numel() * indices.element_size()
+    return tensor.numel() * tensor.element_size()
+
+
+def _has_nonfinite(tensor: torch.Tensor) -> bool | torch.Tensor:
+    """Whether a value is infinite or NaN; on a device the answer is left there."""
+    values = tensor._values() if tensor.layout != torch.strided else tensor
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if values.device.type != "cpu":
+        return ~torch.isfinite(values).all()
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    if bool(torch.isfinite(values.sum(dtype=wide))):  # one pass; a sum of finite values seldom overflows
+        return False
+    return not bool(torch.isfinite(values).all())

@@ -10,7 +10,8 @@ Methods:
     post_local:PERIOD              gradients averaged for a tenth of the steps, then parameters every PERIOD steps
     hierarchical:PERIOD            after the same tenth, over 2 ranks every PERIOD steps and over all every 4 x PERIOD
     diloco:PERIOD:CODEC            CODEC "none" or a registered one, its own parameters after "/": topk/0.01
-    diloco:PERIOD:CODEC:F:N        with F fragments and N overlapped steps
+    diloco:PERIOD:CODEC:KEY=VALUE:…
+                                   fragments, overlap, lr and momentum of the outer optimizer (1, 0, 0.7, 0.9)
 
 All replicas are brought together at the end, and scored. Bytes are what a rank handed to collectives, per step.
 """
@@ -21,6 +22,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +68,21 @@ def build(name: str, model: GPT, steps: int) -> Method:
     inner = build_optimizer(model)
     if kind == "diloco":
         codec = None if settings[1] == "none" else settings[1].replace("/", ":")
-        fragments, overlap_steps = (int(value) for value in (settings[2:] or ["1", "0"]))
-        averager: Any = DiLoCoAverager(
-            model, period=int(settings[0]), codec=codec, num_fragments=fragments, overlap_steps=overlap_steps
+        given = dict(setting.split("=") for setting in settings[2:])
+        momentum = float(given.pop("momentum", 0.9))
+        outer = partial(
+            torch.optim.SGD, lr=float(given.pop("lr", 0.7)), momentum=momentum, nesterov=momentum > 0
         )
+        averager: Any = DiLoCoAverager(
+            model,
+            outer,
+            int(settings[0]),
+            codec=codec,
+            num_fragments=int(given.pop("fragments", 1)),
+            overlap_steps=int(given.pop("overlap", 0)),
+        )
+        if given:
+            raise ValueError(f"diloco knows fragments, overlap, lr and momentum, got {sorted(given)}")
         return Method(model, PostLocalSGDOptimizer(inner, averager), averager.average_now)
     ddp = DistributedDataParallel(model)
     if kind == "allreduce":

@@ -101,7 +101,7 @@ class ZeroRedundancyOptimizer(torch_optim.ZeroRedundancyOptimizer):
         self.world_size = self.process_group.size()
         self._optimizer_class = optimizer_class
         self._in_hook = overlap_with_ddp
-        self._hook_owner: Any = None
+        self._has_hook = False
         self._said_no_step = False
         self._views = parameters_as_bucket_view
         self._flat: dict[torch.device, FlatParts] | None = None
@@ -112,6 +112,7 @@ class ZeroRedundancyOptimizer(torch_optim.ZeroRedundancyOptimizer):
         Joinable.__init__(self)
         self._shards = Shards(optimizer_class, defaults, self.param_groups, self.rank, self.world_size)
         self.state = self.optim.state
+        self.defaults = self.optim.defaults  # complete: schedulers look there for what the optimizer has
         if self._views:
             self._make_views()
 
@@ -136,7 +137,7 @@ class ZeroRedundancyOptimizer(torch_optim.ZeroRedundancyOptimizer):
         if self._shards is None:
             Optimizer.add_param_group(self, param_group)
             return
-        if self._hook_owner is not None:
+        if self._has_hook:
             raise RuntimeError("add_param_group must be called before the hook is made from this optimizer")
         Optimizer.add_param_group(self, param_group)
         self._shards.add_group(self.param_groups[-1])
@@ -219,7 +220,7 @@ class ZeroRedundancyOptimizer(torch_optim.ZeroRedundancyOptimizer):
                 "step(closure) can't be used with overlap_with_ddp=True: backward makes the updates, so compute the "
                 "loss and call backward without a closure"
             )
-        if self._hook_owner is None:
+        if not self._has_hook:
             raise RuntimeError(
                 "overlap_with_ddp=True leaves the updates to a hook, and none was made: register "
                 "hook_with_zero_step(hook, ddp, optimizer) with ddp.register_comm_hook, or pass "
@@ -231,8 +232,11 @@ class ZeroRedundancyOptimizer(torch_optim.ZeroRedundancyOptimizer):
 
     # What hooks use -------------------------------------------------------------------------------------------------
 
-    def hand_over(self, owner: Any) -> None:
-        """Let `owner`, a hook, make the updates from now on.
+    def hand_over(self, unscales: bool) -> None:
+        """Let a hook make the updates from now on.
+
+        Args:
+            unscales: the hook also undoes the loss scale; GradScaler.step then only looks for inf, and calls step.
 
         Raises:
             ValueError: made with overlap_with_ddp=False.
@@ -242,11 +246,13 @@ class ZeroRedundancyOptimizer(torch_optim.ZeroRedundancyOptimizer):
             raise ValueError(
                 "the optimizer must be made with overlap_with_ddp=True for a hook to make its updates"
             )
-        if self._hook_owner is not None:
+        if self._has_hook:
             raise RuntimeError(
                 "a hook was already made from this optimizer; make one optimizer for each hook"
             )
-        self._hook_owner = owner
+        self._has_hook = True
+        if unscales:
+            self._step_supports_amp_scaling = True
 
     def updates_begin(self) -> None:
         """A hook is about to change parameters and state."""
@@ -334,7 +340,7 @@ class ZeroRedundancyOptimizer(torch_optim.ZeroRedundancyOptimizer):
         Joinable.__init__(other)
         for name in ("process_group", "rank", "world_size", "_optimizer_class", "_in_hook", "_views"):
             setattr(other, name, getattr(self, name))
-        other._hook_owner, other._said_no_step, other._flat = None, False, None
+        other._has_hook, other._said_no_step, other._flat = False, False, None
         other._forget_consolidated()
         other._shards = copy.deepcopy(self.shards, memo)
         Optimizer.__setstate__(

@@ -1,0 +1,180 @@
+"""Runs as telemetry wrote them, read back and summed up."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from tensorplay.cli.command import UsageError
+
+__all__ = ["FORMAT", "Run", "Summary", "read_run", "summarise", "tell_apart"]
+
+FORMAT = "tensorplay.telemetry/1"
+"""The format of a run's first record that this version reads."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rank's records of one run.
+
+    Attributes:
+        path: the file. name: how the report calls it. about: its first record.
+        steps, errors: its records of these kinds. losses: step -> what `log(loss=…)` was given.
+
+    Example:
+        >>> Run(Path("run.jsonl"), "int8", {"hook": "int8"}).steps
+        []
+    """
+
+    path: Path
+    name: str
+    about: dict[str, Any]
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+
+
+def read_run(path: Path) -> Run:
+    """Read a file of JSON lines; a last line that was cut off, as by a run that was killed, is left out.
+
+    Raises: UsageError: it can't be read, a line isn't a record, it isn't of `FORMAT`, or it has no step.
+    Example:
+        >>> read_run(Path("run.jsonl")).name                               # doctest: +SKIP
+        'int8'
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not a text file; give what JSONLinesSink wrote") from None
+    run: Run | None = None
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+            event = record["event"]
+            if run is None:
+                if event != "run" or record["format"] != FORMAT:
+                    raise KeyError
+                run = Run(path, str(record["hook"]), record)
+            elif event == "step":
+                run.steps.append(record)
+            elif event == "error":
+                run.errors.append(record)
+            elif event == "scalars" and isinstance(record.get("loss"), int | float):
+                run.losses[record["step"]] = float(record["loss"])
+        except (json.JSONDecodeError, KeyError, TypeError):
+            if run is not None and number == len(lines):
+                break
+            raise UsageError(
+                f"{path}:{number}: not a record of {FORMAT}; give a file that JSONLinesSink wrote"
+            ) from None
+    if run is None or not run.steps:
+        raise UsageError(f"{path}: no step in it; a step is written when the next one begins, or by remove()")
+    return run
+
+
+def tell_apart(runs: Sequence[Run]) -> list[Run]:
+    """Add the file's name, and where that isn't enough its place in the list, to names that occur twice.
+
+    Example:
+        >>> runs = [Run(Path(f"{stem}.jsonl"), "int8", {}) for stem in ("a", "b", "b")]
+        >>> [run.name for run in tell_apart(runs)]
+        ['int8 (a)', 'int8 (b, 2)', 'int8 (b, 3)']
+    """
+    names = Counter(run.name for run in runs)
+    pairs = Counter((run.name, run.path.stem) for run in runs)
+    told = []
+    for number, run in enumerate(runs, 1):
+        name = run.name
+        if names[run.name] > 1:
+            place = f", {number}" if pairs[run.name, run.path.stem] > 1 else ""
+            name = f"{run.name} ({run.path.stem}{place})"
+        told.append(replace(run, name=name))
+    return told
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in numbers: means over its steps, None where unknown.
+
+    Attributes:
+        fewer_bytes: plain all-reduce's 2 (W-1)/W raw bytes over the bytes sent.
+        compute_seconds: of a step, what is left without the exposed part of its exchange.
+        encode_seconds, wait_seconds, decode_seconds: the exposed part, shared out as the exchanges' own times are.
+        error: the median over the parameters of the last measured relative error. last_loss: the last one logged.
+    """
+
+    step_count: int
+    nonfinite_steps: int
+    sent_bytes: float | None
+    received_bytes: float | None
+    fewer_bytes: float | None
+    step_seconds: float | None
+    exposed_seconds: float
+    compute_seconds: float | None
+    encode_seconds: float
+    wait_seconds: float
+    decode_seconds: float
+    error: float | None
+    last_loss: float | None
+
+
+def summarise(run: Run) -> Summary:
+    """Sum a run up.
+
+    1. Bytes: means over all steps.
+    2. Seconds: means over the steps that have a step before them, so that the parts add up to the step.
+    3. The exposed part is shared out between encoding, waiting and decoding as their totals are to each other.
+
+    Example:
+        >>> step = dict(raw_bytes=100, sent_bytes=25, received_bytes=25, step_seconds=1.0, exposed_seconds=0.5,
+        ...             encode_seconds=1.0, wait_seconds=3.0, decode_seconds=0.0, nonfinite=False)
+        >>> summary = summarise(Run(Path("a"), "int8", {"world_size": 2}, [step]))
+        >>> summary.fewer_bytes, summary.compute_seconds, summary.wait_seconds
+        (4.0, 0.5, 0.375)
+    """
+    steps = run.steps
+    timed = [step for step in steps if step["step_seconds"] is not None] or steps
+    step_seconds = _mean([step["step_seconds"] for step in timed])
+    exposed = fmean(step["exposed_seconds"] for step in timed)
+    if step_seconds is not None:
+        exposed = min(exposed, step_seconds)
+    totals = [sum(step[f"{part}_seconds"] for step in timed) for part in ("encode", "wait", "decode")]
+    whole = sum(totals)
+    shares = [exposed * total / whole if whole else 0.0 for total in totals]
+    sent = _mean([step["sent_bytes"] for step in steps])
+    world_size = run.about["world_size"]
+    plain = 2 * (world_size - 1) / world_size * fmean(step["raw_bytes"] for step in steps)
+    last = max((record["step"] for record in run.errors), default=None)
+    errors = [
+        record["relative_error"]
+        for record in run.errors
+        if record["step"] == last and record["relative_error"] is not None
+    ]
+    return Summary(
+        step_count=len(steps),
+        nonfinite_steps=sum(bool(step["nonfinite"]) for step in steps),
+        sent_bytes=sent,
+        received_bytes=_mean([step["received_bytes"] for step in steps]),
+        fewer_bytes=plain / sent if sent else None,
+        step_seconds=step_seconds,
+        exposed_seconds=exposed,
+        compute_seconds=None if step_seconds is None else step_seconds - exposed,
+        encode_seconds=shares[0],
+        wait_seconds=shares[1],
+        decode_seconds=shares[2],
+        error=median(errors) if errors else None,
+        last_loss=run.losses[max(run.losses)] if run.losses else None,
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None when one of the values is unknown."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None

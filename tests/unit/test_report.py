@@ -1,0 +1,225 @@
+"""`tensorplay report`: numbers that can be checked by hand, and the page in a real browser."""
+
+import argparse
+import html
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import threading
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorplay.cli import report
+from tensorplay.cli.command import UsageError
+from tensorplay.cli.report_charts import Bar, bar_chart, heat_map
+from tensorplay.cli.report_data import FORMAT, read_run, summarise, tell_apart
+from tensorplay.cli.report_page import build_page
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+in_a_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome found"
+)
+
+
+def write_run(path: Path, hook: str, steps: int = 6, **changes: Any) -> Path:
+    """A run of 2 ranks: 1000 raw bytes a step, 250 sent, 40 ms a step of which 10 ms exposed."""
+    records: list[dict[str, Any]] = [
+        {"event": "run", "format": FORMAT, "hook": hook, "rank": 0, "world_size": 2, "backend": "gloo"}
+        | {"torch": "2.13.0", "error_every": 2}
+    ]
+    for step in range(1, steps + 1):
+        records.append({"event": "scalars", "step": step, "time_seconds": 0.04 * step, "loss": 4.0 / step})
+        for name in ("0.weight", "0.bias <b>"):
+            if step % 2 == 0:
+                records.append(
+                    {
+                        "event": "error",
+                        "step": step,
+                        "parameter": name,
+                        "relative_error": 0.01 * step,
+                        "cosine": 1.0,
+                    }
+                )
+        records.append(
+            {"event": "step", "step": step, "time_seconds": 0.04 * step}
+            | {"step_seconds": 0.04 if step > 1 else None, "exposed_seconds": 0.01, "raw_bytes": 1000}
+            | {"sent_bytes": 250, "received_bytes": 250, "encode_seconds": 0.002, "wait_seconds": 0.005}
+            | {"decode_seconds": 0.001, "nonfinite": step == 3, **changes}
+        )
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_a_run_is_summed_up(tmp_path: Path) -> None:
+    summary = summarise(read_run(write_run(tmp_path / "a.jsonl", "int8")))
+    assert (summary.step_count, summary.nonfinite_steps, summary.sent_bytes) == (6, 1, 250)
+    assert summary.fewer_bytes == 4
+    assert summary.step_seconds == pytest.approx(0.04)
+    assert summary.compute_seconds == pytest.approx(0.03)
+    assert summary.encode_seconds == pytest.approx(0.0025)
+    assert summary.wait_seconds == pytest.approx(0.00625)
+    assert summary.decode_seconds == pytest.approx(0.00125)
+    assert summary.error == pytest.approx(0.06)
+    assert summary.last_loss == pytest.approx(4 / 6)
+
+
+def test_what_is_unknown_stays_unknown(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a.jsonl", "theirs", steps=1, sent_bytes=None, received_bytes=None))
+    summary = summarise(run)
+    assert (summary.sent_bytes, summary.fewer_bytes, summary.step_seconds, summary.error) == (None,) * 4
+    page = build_page([run])
+    assert "Bytes unknown: theirs." in page
+    assert "It takes two steps" in page
+    assert "Not measured: it is every 2 steps" in page
+
+
+def test_the_page_holds_every_run_and_nothing_from_elsewhere(tmp_path: Path) -> None:
+    runs = tell_apart([read_run(write_run(tmp_path / f"{stem}.jsonl", "int8 & <x>")) for stem in "ab"])
+    page = build_page(runs)
+    assert "int8 &amp; &lt;x&gt; (a)" in page
+    assert "<x>" not in page
+    assert "<script" not in page
+    assert re.findall(r"(?:src|href)\s*=|url\((?!#)|@import|https?://", page) == []
+    body = page[page.index("<body>") : page.index("</body>") + len("</body>")]
+    root = ElementTree.fromstring(body.replace("<br>", "<br/>"))
+    charts = [svg.get("aria-label") for svg in root.iter("svg") if svg.get("role") == "img"]
+    assert [label for label in charts if label and label.startswith("Loss against")] == [
+        "Loss against steps",
+        "Loss against bytes sent",
+        "Loss against time",
+    ]
+    assert sum(table.get("class") == "map" for table in root.iter("table")) == 2
+    row = next(row for row in root.iter("tr") if row[0].text == "int8 & <x> (a)")
+    assert [cell.text for cell in row][1:] == (
+        ["2", "6", "0.6667", "250 B", "250 B", "4.0 x", "40 ms", "10 ms", "0.06", "1"]
+    )
+
+
+def test_the_stacked_bars_are_as_long_as_their_seconds() -> None:
+    text = bar_chart([Bar("a", [0.03, 0.01]), Bar("b", [0.02, 0.0])], ["compute", "wait"])
+    assert re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', text) == (
+        [("0.00", "540.00"), ("540.00", "180.00"), ("0.00", "360.00"), ("360.00", "0.00")]
+    )
+    with pytest.raises(ValueError, match="at most 4 parts, got 5"):
+        bar_chart([], ["a"] * 5)
+
+
+def test_a_large_heat_map_shows_the_worst_and_says_so() -> None:
+    cells = {(f"p{number}", step): number + step for number in range(100) for step in range(1, 101)}
+    text = heat_map(cells, "Error")
+    assert text.count('class="cell"') <= 64 * 48
+    assert "<th>p99</th>" in text
+    assert "<th>p35</th>" not in text
+    assert "<th>100</th>" in text
+    assert "Of 100 parameters the 64 with the largest last error are shown." in text
+
+
+def arguments(*runs: Path, output: Path) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    report.add_arguments(parser)
+    return parser.parse_args([*map(str, runs), "--output", str(output)])
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path / "a.jsonl", "int8")
+    output = tmp_path / "page.html"
+    assert report.run(arguments(path, output=output)) == 0
+    assert output.read_text() == build_page([read_run(path)])
+    assert str(output) in capsys.readouterr().out
+    with pytest.raises(UsageError, match="No such file"):
+        report.run(arguments(path, output=tmp_path / "no" / "page.html"))
+
+
+def test_mistakes_are_told(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a.jsonl", "int8")
+    whole = path.read_text()
+    path.write_text(whole + '{"event": "st')
+    assert len(read_run(path).steps) == 6  # a run that was killed while it wrote
+    path.write_text(whole.replace('"event": "error"', "oops", 1))
+    with pytest.raises(UsageError, match=r"a\.jsonl:5: not a record"):
+        read_run(path)
+    path.write_text(whole.replace("telemetry/1", "telemetry/9"))
+    with pytest.raises(UsageError, match=r"a\.jsonl:1: not a record of tensorplay\.telemetry/1"):
+        read_run(path)
+    path.write_text(whole.split("\n")[0] + "\n")
+    with pytest.raises(UsageError, match="no step in it"):
+        read_run(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="not a text file"):
+        read_run(path)
+
+
+def browse(page: Path, profile: Path, *options: str) -> tuple[str, str]:
+    """The document after it has loaded, and what the browser logged."""
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += ["--no-first-run", "--disable-background-networking", "--disable-component-update"]
+    command += ["--enable-logging=stderr", f"--user-data-dir={profile}", "--virtual-time-budget=3000"]
+    command += [*options, "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, done.stderr
+
+
+@in_a_browser
+def test_the_page_asks_for_nothing_and_a_browser_finds_no_fault(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        page = tmp_path / "page.html"
+        clean = build_page([read_run(write_run(tmp_path / "a.jsonl", "int8"))])
+        page.write_text(clean)
+        document, log = browse(page, tmp_path / "profile")
+        assert "Loss against steps" in document
+        assert "CONSOLE" not in log
+        image = f'<img src="http://127.0.0.1:{server.server_port}/x.png">'
+        page.write_text(clean.replace("</body>", f"{image}</body>"))
+        _, log = browse(page, tmp_path / "profile")
+        assert "CONSOLE" in log  # the page's own policy forbids it, and this test would see it
+        assert asked == []
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+HARNESS = """<!doctype html><iframe width="390" height="800" srcdoc="PAGE"></iframe><script>
+const frame = document.querySelector("iframe");
+frame.onload = () => {
+  const page = frame.contentDocument, body = getComputedStyle(page.body);
+  const cells = [...page.querySelectorAll("td.cell")].map(cell => getComputedStyle(cell).backgroundColor);
+  document.title = JSON.stringify({width: page.documentElement.scrollWidth, ground: body.backgroundColor,
+    ink: body.color, cells: cells.length, shades: new Set(cells).size});
+};</script>"""
+
+
+@in_a_browser
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_it_reads_on_a_phone_in_light_and_dark(tmp_path: Path, scheme: str) -> None:
+    runs = [read_run(write_run(tmp_path / f"{name}.jsonl", name, steps=40)) for name in ("allreduce", "int8")]
+    page = tmp_path / "harness.html"
+    page.write_text(HARNESS.replace("PAGE", html.escape(build_page(runs))))
+    number = {"dark": 0, "light": 1}[scheme]
+    document, _ = browse(page, tmp_path / "profile", f"--blink-settings=preferredColorScheme={number}")
+    title = re.search(r"<title>(.*?)</title>", document)
+    assert title is not None
+    seen = json.loads(html.unescape(title[1]))
+    assert seen["width"] <= 390  # nothing but the tables' own boxes scrolls sideways
+    assert seen["cells"] == 80
+    assert seen["shades"] > 10
+    ground, ink = (sum(map(int, re.findall(r"\d+", seen[name])[:3])) for name in ("ground", "ink"))
+    assert (ground < ink) == (scheme == "dark")
+    assert abs(ground - ink) > 450

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tensorplay.compression.codec import Codec, Context, Identity
-from tensorplay.compression.grouped import SMALLEST_SCALE
+from tensorplay.compression.grouped import SMALLEST_SCALE, GroupScaled
 from tensorplay.compression.registry import codec_entry, known_codecs, make_codec, register_codec
 from tensorplay.compression.rounds import Scratch
 
@@ -147,6 +147,19 @@ def test_decode_add_adds_what_decode_gives(spec: str, dtype: torch.dtype) -> Non
     expected += decoded * (-1.0 / 3.0)
     codec.decode_add(payload, total, -1.0 / 3.0, context)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in VARIANTS if isinstance(make_codec(spec), GroupScaled)])
+def test_encode_residual_leaves_what_was_not_sent(spec: str) -> None:
+    codec, context = make_codec(spec), Context(seed=3, rank=1)
+    assert isinstance(codec, GroupScaled)
+    values = normal(codec.padded(140_000))
+    payload = torch.empty(codec.wire_bytes(len(values)), dtype=torch.uint8)
+    left = values.clone()
+    codec.encode_residual(left, payload, context)
+    assert torch.equal(payload, codec.compress(values, context))
+    codec.decode_add(payload, values, -1.0, context)
+    assert torch.equal(left, values)
 
 
 @every_codec

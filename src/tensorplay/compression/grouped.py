@@ -19,11 +19,13 @@ __all__ = [
     "RUN_ELEMENTS",
     "SMALLEST_SCALE",
     "GroupScaled",
+    "Workspace",
     "absolute_maximum",
     "add_noise",
     "check_choice",
     "check_integer",
     "float_dtype",
+    "inverse_of",
     "mean_magnitude",
     "name_with",
 ]
@@ -76,26 +78,56 @@ def name_with(name: str, **parameters: tuple[object, object]) -> str:
     return f"{name}:{','.join(given)}" if given else name
 
 
-def add_noise(values: torch.Tensor, offset: float, context: Context, stream: int) -> None:
-    """values += u + offset, with u uniform in (0, 1), other draws for every seed, rank and stream; one u a value.
+class Workspace:
+    """The temporaries of one run: lent once, looked up by name for each run that follows.
 
-    Shapes: values (groups, G) float32, contiguous, 4 dividing its size or not.
-    On a CPU u is one of 65,536 equally spaced numbers symmetric about 1/2, so that rounding stays unbiased. No
-    generator of the user's is touched.
+    Args:
+        context: of the call. shape: (groups, G) of a run.
     """
-    seeds = [context.seed & (2**64 - 1), context.rank, stream]
-    count = values.numel()
+
+    def __init__(self, context: Context, shape: tuple[int, int], device: torch.device) -> None:
+        self.context = context
+        self.run = 0
+        self._shape, self._device = shape, device
+        self._lent: dict[str, torch.Tensor] = {}
+
+    def table(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A temporary (groups, G)."""
+        lent = self._lent.get(name)
+        if lent is None:
+            groups, size = self._shape
+            lent = self._lent[name] = self._borrow(name, groups * size, dtype).view(groups, size)
+        return lent
+
+    def column(self, name: str) -> torch.Tensor:
+        """A temporary (groups,) float32."""
+        lent = self._lent.get(name)
+        if lent is None:
+            lent = self._lent[name] = self._borrow(name, self._shape[0], torch.float32)
+        return lent
+
+    def _borrow(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.context.scratch.borrow(f"grouped/{name}", numel, dtype, self._device)
+
+
+def add_noise(values: torch.Tensor, space: Workspace) -> None:
+    """values += u, uniform in (0, 1), one draw a value, others for every seed, rank and run.
+
+    Shapes: values (groups, G) float32, contiguous.
+    On a CPU u is one of 65,536 equally spaced numbers, symmetric about 1/2, so that rounding stays right on average.
+    No generator of the user's is touched.
+    """
+    context, count = space.context, values.numel()
+    seeds = numpy.random.SeedSequence([context.seed & (2**64 - 1), context.rank, space.run])
     if values.device.type != "cpu":
         generator = torch.Generator(values.device)
-        generator.manual_seed(int(numpy.random.SeedSequence(seeds).generate_state(1, numpy.uint64)[0] >> 1))
-        values.add_(torch.rand(values.shape, generator=generator, device=values.device)).add_(offset)
+        generator.manual_seed(int(seeds.generate_state(1, numpy.uint64)[0] >> 1))
+        values.add_(torch.rand(values.shape, generator=generator, device=values.device))
         return
-    raw = numpy.random.SFC64(numpy.random.SeedSequence(seeds)).random_raw(-(-count // 4))
+    raw = numpy.random.SFC64(seeds).random_raw(-(-count // 4))
     draws = torch.from_numpy(raw.view(numpy.int16)[:count]).view(values.shape)
-    noise = context.scratch.borrow("grouped/noise", count, torch.float32, values.device).view(values.shape)
-    noise.copy_(draws)
-    values.add_(noise, alpha=2.0**-16)  # draws are -32768 .. 32767, so u - 1/2 - 2^-17
-    values.add_(offset + 0.5 + 2.0**-17)
+    noise = space.table("noise").copy_(draws)
+    values.add_(noise, alpha=2.0**-16).add_(0.5 + 2.0**-17)  # draws are -32768 .. 32767
 
 
 class GroupScaled(Codec):
@@ -120,17 +152,20 @@ class GroupScaled(Codec):
         self.scale_dtype = float_dtype("scale_dtype", scale_dtype, (torch.float32, torch.bfloat16))
 
     @abstractmethod
-    def _measure(self, values: torch.Tensor, scales: torch.Tensor, context: Context) -> None:
+    def _measure(self, values: torch.Tensor, scales: torch.Tensor, space: Workspace) -> None:
         """Write the scales (groups,) float32 of values (groups, G); not finite where a value isn't."""
 
     @abstractmethod
     def _quantize(
-        self, values: torch.Tensor, inverse: torch.Tensor, codes: torch.Tensor, context: Context, run: int
-    ) -> None:
-        """Write the codes (groups, group_bytes) uint8 of values (groups, G); inverse (groups, 1) is 1 / scale."""
+        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, space: Workspace
+    ) -> torch.Tensor | None:
+        """Write the codes (groups, group_bytes) uint8 of values (groups, G), scales (groups,) float32.
+
+        Returns the levels (groups, G) float32 where they are at hand.
+        """
 
     @abstractmethod
-    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, context: Context) -> None:
+    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, space: Workspace) -> None:
         """Write the levels (groups, G) float32 that codes (groups, group_bytes) stand for."""
 
     def wire_bytes(self, numel: int) -> int:
@@ -138,31 +173,44 @@ class GroupScaled(Codec):
         return numel // self.group_size * (self.scale_dtype.itemsize + self.group_bytes)
 
     def encode(self, values: torch.Tensor, payload: torch.Tensor, context: Context) -> None:
-        """Write the payload of `values`.
+        """Write the payload of `values`."""
+        for _ in self._encode(values, payload, context):
+            pass
 
-        For each run of groups: 1. measure the scales; 2. round them to what is sent; 3. make the codes with those.
+    def encode_residual(self, values: torch.Tensor, payload: torch.Tensor, context: Context) -> None:
+        """Write the payload of `values` and leave in `values` what was not sent: values - decode(payload).
+
+        The same as `encode` and then `decode_add` with factor -1, but each run is still in the cache.
+        """
+        for rows, scales, codes, levels, space in self._encode(values, payload, context):
+            if levels is None:
+                levels = space.table("levels")
+                self._levels(codes, levels, space)
+            rows.addcmul_(levels, scales.unsqueeze(1), value=-1.0)
+
+    def _encode(
+        self, values: torch.Tensor, payload: torch.Tensor, context: Context
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Workspace]]:
+        """Encode run by run; after each, yield its values, scales (groups,) float32, codes, levels if known, space.
+
+        For each run: 1. measure the scales; 2. round them to what is sent; 3. make the codes with those.
         """
         sent, codes = self._parts(payload, values.numel())
-        table = values.view(-1, self.group_size)
-        for run, (first, last) in enumerate(self._runs(values)):
-            rows = table[first:last]
-            scales, inverse = context.scratch.borrow(
-                "grouped/scales", 2 * (last - first), torch.float32, values.device
-            ).view(2, -1)
-            self._measure(rows, scales, context)
+        for space, rows, sent_run, codes_run in self._runs(values, sent, codes, context):
+            if self.scale_dtype == torch.float32:
+                scales = sent_run
+            else:
+                scales = space.column("scales")
+            self._measure(rows, scales, space)
             if self._smallest_sent:
                 scales.clamp_min_(self._smallest_sent)
-            if self.scale_dtype == torch.bfloat16:
+            if self.scale_dtype != torch.float32:
                 if self._scale_margin != 1.0:
                     scales.mul_(self._scale_margin)
-                scales = sent[first:last].copy_(scales)
-                inverse.copy_(scales)
-                inverse.clamp_min_(SMALLEST_SCALE).reciprocal_()
-            else:
-                sent[first:last].copy_(scales)
-                torch.clamp_min(scales, SMALLEST_SCALE, out=inverse)
-                inverse.reciprocal_()
-            self._quantize(rows, inverse.unsqueeze(1), codes[first:last], context, run)
+                sent_run.copy_(scales)
+                scales.copy_(sent_run)
+            levels = self._quantize(rows, scales, codes_run, space)
+            yield rows, scales, codes_run, levels, space
 
     def decode(self, payload: torch.Tensor, out: torch.Tensor, context: Context) -> None:
         """Write scale * level to `out`."""
@@ -172,11 +220,9 @@ class GroupScaled(Codec):
             out.copy_(values)
             return
         scales, codes = self._decoding(payload, out, context)
-        table = out.view(-1, self.group_size)
-        for first, last in self._runs(out):
-            rows = table[first:last]
-            self._levels(codes[first:last], rows, context)
-            rows.mul_(scales[first:last])
+        for space, rows, scale, code in self._runs(out, scales, codes, context):
+            self._levels(code, rows, space)
+            rows.mul_(scale)
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context) -> None:
         """out += factor * scale * level; the product of factor and scale is made once a group."""
@@ -184,12 +230,10 @@ class GroupScaled(Codec):
             super().decode_add(payload, out, factor, context)
             return
         scales, codes = self._decoding(payload, out, context, factor)
-        table = out.view(-1, self.group_size)
-        for first, last in self._runs(out):
-            rows = table[first:last]
-            levels = self._work(rows, context)
-            self._levels(codes[first:last], levels, context)
-            rows.addcmul_(levels, scales[first:last])
+        for space, rows, scale, code in self._runs(out, scales, codes, context):
+            levels = space.table("levels")
+            self._levels(code, levels, space)
+            rows.addcmul_(levels, scale)
 
     def is_finite(self, payload: torch.Tensor, numel: int, context: Context) -> torch.Tensor:
         """Whether every scale is finite."""
@@ -211,44 +255,46 @@ class GroupScaled(Codec):
             scales = target.copy_(scales) if factor == 1.0 else target.copy_(scales).mul_(factor)
         return scales.unsqueeze(1), codes
 
-    def _runs(self, values: torch.Tensor) -> Iterator[tuple[int, int]]:
-        """First and last group of each run."""
-        groups = values.numel() // self.group_size
+    def _runs(
+        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, context: Context
+    ) -> Iterator[tuple[Workspace, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Cut values (n,), scales and codes into runs: (workspace, values (groups, G), scales, codes) each."""
+        groups = codes.shape[0]
+        if not groups:
+            return
         step = groups if values.device.type != "cpu" else max(1, RUN_ELEMENTS // self.group_size)
-        for first in range(0, groups, max(1, step)):
-            yield first, min(first + step, groups)
-
-    @staticmethod
-    def _work(values: torch.Tensor, context: Context) -> torch.Tensor:
-        """A temporary float32 of the shape of `values`."""
-        return context.scratch.borrow("grouped/work", values.numel(), torch.float32, values.device).view(
-            values.shape
-        )
-
-    @staticmethod
-    def _codes(values: torch.Tensor, context: Context) -> torch.Tensor:
-        """A temporary int8 of the shape of `values`."""
-        return context.scratch.borrow("grouped/codes", values.numel(), torch.int8, values.device).view(
-            values.shape
-        )
+        tables = values.view(groups, self.group_size), scales, codes
+        parts = zip(*(table.split(step) for table in tables), strict=True)  # type: ignore[no-untyped-call]
+        space: Workspace | None = None
+        for run, (rows, scale, code) in enumerate(parts):
+            if space is None or rows.shape[0] != step:
+                space = Workspace(context, (rows.shape[0], self.group_size), values.device)
+            space.run = run
+            yield space, rows, scale, code
 
 
-def absolute_maximum(values: torch.Tensor, out: torch.Tensor, context: Context) -> None:
+def inverse_of(scales: torch.Tensor, space: Workspace, factor: float = 1.0) -> torch.Tensor:
+    """factor / scale as a column (groups, 1), finite where a scale is zero."""
+    inverse = space.column("inverse")
+    torch.clamp_min(scales, SMALLEST_SCALE, out=inverse)
+    inverse.reciprocal_()
+    return (inverse if factor == 1.0 else inverse.mul_(factor)).unsqueeze(1)
+
+
+def absolute_maximum(values: torch.Tensor, out: torch.Tensor, space: Workspace) -> None:
     """out (groups,) = max |value| of each group of values (groups, G); NaN where a value is NaN.
 
     Two reading passes and no temporary of the size of `values`.
     """
-    lowest = context.scratch.borrow("grouped/lowest", out.numel(), torch.float32, out.device)
+    lowest = space.column("lowest")
     torch.amax(values, 1, out=out)
     torch.amin(values, 1, out=lowest)
     torch.maximum(out, lowest.neg_(), out=out)
 
 
-def mean_magnitude(values: torch.Tensor, out: torch.Tensor, context: Context) -> None:
+def mean_magnitude(values: torch.Tensor, out: torch.Tensor, space: Workspace) -> None:
     """out (groups,) = mean |value| of each group of values (groups, G); not finite where a value isn't."""
-    magnitudes = context.scratch.borrow("grouped/work", values.numel(), torch.float32, values.device).view(
-        values.shape
-    )
+    magnitudes = space.table("floats")
     torch.abs(values, out=magnitudes)
     torch.sum(magnitudes, 1, out=out)
     out.mul_(1.0 / values.shape[1])

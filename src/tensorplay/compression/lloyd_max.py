@@ -5,8 +5,14 @@ import math
 import torch
 
 from tensorplay.compression.bitpack import pack_twos, unpack_twos
-from tensorplay.compression.codec import Context
-from tensorplay.compression.grouped import GroupScaled, check_integer, mean_magnitude, name_with
+from tensorplay.compression.grouped import (
+    GroupScaled,
+    Workspace,
+    check_integer,
+    inverse_of,
+    mean_magnitude,
+    name_with,
+)
 
 __all__ = ["LloydMax2", "lloyd_max"]
 
@@ -73,27 +79,23 @@ class LloydMax2(GroupScaled):
             "int2", group_size=(group_size, 128), scale_dtype=(self.scale_dtype, torch.bfloat16)
         )
 
-    def _measure(self, values: torch.Tensor, scales: torch.Tensor, context: Context) -> None:
-        mean_magnitude(values, scales, context)
+    def _measure(self, values: torch.Tensor, scales: torch.Tensor, space: Workspace) -> None:
+        mean_magnitude(values, scales, space)
         scales.mul_(_UNIT / _GAUSSIAN_MEAN_MAGNITUDE)
 
     def _quantize(
-        self, values: torch.Tensor, inverse: torch.Tensor, codes: torch.Tensor, context: Context, run: int
-    ) -> None:
-        work = self._work(values, context)
-        torch.mul(values, inverse.mul_(_UNIT / _BORDER), out=work)  # borders lie at -1, 0 and 1
-        work.floor_().clamp_(-2.0, 1.0)
-        integers = self._codes(values, context)
-        integers.copy_(work)
+        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, space: Workspace
+    ) -> torch.Tensor | None:
+        work, integers = space.table("floats"), space.table("integers", torch.int8)
+        torch.mul(values, inverse_of(scales, space, _UNIT / _BORDER), out=work)  # borders lie at -1, 0 and 1
+        integers.copy_(work.floor_().clamp_(-2.0, 1.0))
         pack_twos(integers, codes)
+        return None
 
-    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, context: Context) -> None:
+    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, space: Workspace) -> None:
         """Codes 0, 1, 2, 3 to levels -10, -3, 3, 10: 7 code - 10, less one from 2 upwards."""
-        integers = self._codes(levels, context)
+        integers, upper = space.table("integers", torch.int8), space.table("upper", torch.int8)
         unpack_twos(codes, integers)
-        upper = context.scratch.borrow("int2/upper", levels.numel(), torch.int8, levels.device).view(
-            levels.shape
-        )
         torch.bitwise_right_shift(integers, 1, out=upper)
         integers.mul_(7).sub_(upper).sub_(10)
         levels.copy_(integers)

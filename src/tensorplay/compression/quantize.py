@@ -13,10 +13,12 @@ from tensorplay.compression.grouped import (
     RUN_ELEMENTS,
     SMALLEST_SCALE,
     GroupScaled,
+    Workspace,
     absolute_maximum,
     add_noise,
     check_choice,
     check_integer,
+    inverse_of,
     name_with,
 )
 
@@ -79,35 +81,36 @@ class SymmetricInteger(GroupScaled):
             self.whole_blocks = True  # the noise of a value depends on its place in the block
             self._scale_margin = 1.0 + 2.0**-8  # rounded down to bfloat16 it is still no smaller than it was
 
-    def _measure(self, values: torch.Tensor, scales: torch.Tensor, context: Context) -> None:
-        absolute_maximum(values, scales, context)
+    def _measure(self, values: torch.Tensor, scales: torch.Tensor, space: Workspace) -> None:
+        absolute_maximum(values, scales, space)
         scales.mul_(1.0 / self.top)
 
     def _quantize(
-        self, values: torch.Tensor, inverse: torch.Tensor, codes: torch.Tensor, context: Context, run: int
-    ) -> None:
-        work = self._work(values, context)
-        torch.mul(values, inverse, out=work)
+        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, space: Workspace
+    ) -> torch.Tensor | None:
+        levels = space.table("floats")
+        torch.mul(values, inverse_of(scales, space), out=levels)
         if self.rounding == "stochastic":
-            work.clamp_(
+            levels.clamp_(
                 -self.top, self.top
             )  # before the noise: 127 + u must not become 128, which wraps to -128
-            add_noise(work, 0.0, context, run)
-            work.floor_()
+            add_noise(levels, space)
+            levels.floor_()
         else:
-            work.round_()
+            levels.round_()
         if self.bits == 8:
-            codes.view(torch.int8).copy_(work)
+            codes.view(torch.int8).copy_(levels)
         else:
-            integers = self._codes(values, context)
-            integers.copy_(work)
+            integers = space.table("integers", torch.int8)
+            integers.copy_(levels)
             pack_fours(integers, codes)
+        return levels
 
-    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, context: Context) -> None:
+    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, space: Workspace) -> None:
         if self.bits == 8:
             levels.copy_(codes.view(torch.int8))
         else:
-            integers = self._codes(levels, context)
+            integers = space.table("integers", torch.int8)
             unpack_fours(codes, integers)
             levels.copy_(integers)
 

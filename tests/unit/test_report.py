@@ -34,15 +34,15 @@ def write_run(path: Path, hook: str, steps: int = 6, **changes: Any) -> Path:
     ]
     for step in range(1, steps + 1):
         records.append({"event": "scalars", "step": step, "time_seconds": 0.04 * step, "loss": 4.0 / step})
-        for name in ("0.weight", "0.bias <b>"):
+        for name, error, norm in (("0.weight", 0.01 * step, 3.0), ("0.bias <b>", 0.0, 4.0)):
             if step % 2 == 0:
                 records.append(
                     {
                         "event": "error",
                         "step": step,
                         "parameter": name,
-                        "relative_error": 0.01 * step,
-                        "cosine": 1.0,
+                        "relative_error": error,
+                        "mean_norm": norm,
                     }
                 )
         records.append(
@@ -64,7 +64,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
     assert summary.encode_seconds == pytest.approx(0.0025)
     assert summary.wait_seconds == pytest.approx(0.00625)
     assert summary.decode_seconds == pytest.approx(0.00125)
-    assert summary.error == pytest.approx(0.06)
+    assert summary.error == pytest.approx(0.06 * 3 / 5)
     assert summary.last_loss == pytest.approx(4 / 6)
 
 
@@ -96,7 +96,7 @@ def test_the_page_holds_every_run_and_nothing_from_elsewhere(tmp_path: Path) -> 
     assert sum(table.get("class") == "map" for table in root.iter("table")) == 2
     row = next(row for row in root.iter("tr") if row[0].text == "int8 & <x> (a)")
     assert [cell.text for cell in row][1:] == (
-        ["2", "6", "0.6667", "250 B", "250 B", "4.0 x", "40 ms", "10 ms", "0.06", "1"]
+        ["2", "6", "0.6667", "250 B", "250 B", "4.0 x", "40 ms", "10 ms", "0.036", "1"]
     )
 
 

@@ -1,11 +1,12 @@
 """Runs as telemetry wrote them, read back and summed up."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from tensorplay.cli.command import UsageError
@@ -107,7 +108,8 @@ class Summary:
         fewer_bytes: plain all-reduce's 2 (W-1)/W raw bytes over the bytes sent.
         compute_seconds: of a step, what is left without the exposed part of its exchange.
         encode_seconds, wait_seconds, decode_seconds: the exposed part, shared out as the exchanges' own times are.
-        error: the median over the parameters of the last measured relative error. last_loss: the last one logged.
+        error: the relative error of all parameters as one vector, when it was last measured.
+        last_loss: the last one logged.
     """
 
     step_count: int
@@ -151,12 +153,6 @@ def summarise(run: Run) -> Summary:
     sent = _mean([step["sent_bytes"] for step in steps])
     world_size = run.about["world_size"]
     plain = 2 * (world_size - 1) / world_size * fmean(step["raw_bytes"] for step in steps)
-    last = max((record["step"] for record in run.errors), default=None)
-    errors = [
-        record["relative_error"]
-        for record in run.errors
-        if record["step"] == last and record["relative_error"] is not None
-    ]
     return Summary(
         step_count=len(steps),
         nonfinite_steps=sum(bool(step["nonfinite"]) for step in steps),
@@ -169,9 +165,21 @@ def summarise(run: Run) -> Summary:
         encode_seconds=shares[0],
         wait_seconds=shares[1],
         decode_seconds=shares[2],
-        error=median(errors) if errors else None,
+        error=_last_error(run),
         last_loss=run.losses[max(run.losses)] if run.losses else None,
     )
+
+
+def _last_error(run: Run) -> float | None:
+    """|result - mean| / |mean| over all parameters, of the last step that measured it."""
+    last = max((record["step"] for record in run.errors), default=None)
+    measured = [
+        record for record in run.errors if record["step"] == last and record["relative_error"] is not None
+    ]
+    if not measured:
+        return None
+    wrong = math.hypot(*(record["relative_error"] * record["mean_norm"] for record in measured))
+    return wrong / math.hypot(*(record["mean_norm"] for record in measured))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

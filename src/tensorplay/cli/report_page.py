@@ -25,8 +25,8 @@ th { font-weight: 600; vertical-align: bottom; } th:first-child, td:first-child 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _READING = (
     "Means over the steps of the rank that wrote the file; - is unknown. Bytes are counted where tensors enter "
-    "collectives. The exposed exchange is what backward did not hide. The relative error is the median over the "
-    "parameters, against the exact mean, when it was last measured."
+    "collectives. The exposed exchange is what backward did not hide. The relative error is that of all "
+    "parameters together against the exact mean, when it was last measured."
 )
 _HEADINGS = (
     "hook<br>",

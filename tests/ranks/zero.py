@@ -108,5 +108,5 @@ def largest_difference(ones: Iterable[torch.Tensor], others: Iterable[torch.Tens
     largest = 0.0
     for one, other in zip(ones, others, strict=True):
         if not torch.equal(one, other):
-            largest = max(largest, float((one - other).abs().max()), 1e-30)
+            largest = max(largest, float((one - other).detach().abs().max()), 1e-30)
     return largest

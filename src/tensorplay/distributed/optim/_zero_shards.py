@@ -181,8 +181,7 @@ class Shards:
         """Update everything owned by each parameter's `.grad`."""
         with self._lock:
             self._take_settings()
-            if self.owners.count(self.rank):
-                self.optimizer.step(**arguments)
+            self.optimizer.step(**arguments)  # also where nothing is owned: it may count steps in its groups
             self.complete_settings()
 
     def step_with(self, gradients: Mapping[int, torch.Tensor | None], at_once: bool) -> None:
@@ -200,7 +199,7 @@ class Shards:
             change several times a step.
         """
         chosen = {self.parameters[n]: g for n, g in gradients.items() if self.owners[n] == self.rank}
-        if not chosen:
+        if not chosen and not at_once:
             return
         with self._lock:
             self._take_settings()

@@ -175,14 +175,23 @@ def poison(rank: int, world_size: int, name: str, many_buckets: bool, value: flo
 
     def run(bad_step: int | None) -> list[list[torch.Tensor]]:
         model = Net()
-        ddp, _ = wrap(model, many_buckets, name)
+        ddp, state = wrap(model, many_buckets, name)
         collected = []
         for step in range(7):
             if step == bad_step:
                 x = batch(rank, 99, torch.float32)
                 if rank == 0:
                     x[0, 0] = value
+                before = state.state_dict()["tensors"] if hasattr(state, "state_dict") else {}
                 ddp(x).square().mean().backward()
+                after = state.state_dict()["tensors"] if hasattr(state, "state_dict") else {}
+                # an infinity leaves the second layer's gradients finite, so its own bucket goes on
+                everything_is_bad = not many_buckets or value != value
+                for parameter, entry in before.items() if everything_is_bad else ():
+                    for kind, tensor in entry.items():
+                        assert torch.equal(tensor, after[parameter][kind]), (
+                            f"{kind} of {parameter} remembers it"
+                        )
                 gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
                 assert not all(bool(torch.isfinite(g).all()) for g in gradients), "the bad value vanished"
                 same_everywhere(

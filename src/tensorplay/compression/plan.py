@@ -28,7 +28,7 @@ __all__ = [
     "plan_units",
 ]
 
-BLOCK_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 18
 """Elements of one call of a codec: its temporaries then stay in the cache."""
 UNIT_ELEMENTS = 1 << 21
 """Elements of one exchange: enough to fill the wire, few enough that one is encoded while another is sent."""

@@ -63,7 +63,9 @@ def _power_sgd(hook: HookFunction, rank: int) -> Recipe:
         if isinstance(state, PowerSGDState):
             return hook, state
         if state is not None and not isinstance(state, dist.ProcessGroup):
-            raise TypeError(f"state must be a PowerSGDState, a process group or None, got {type(state).__name__}")
+            raise TypeError(
+                f"state must be a PowerSGDState, a process group or None, got {type(state).__name__}"
+            )
         return hook, PowerSGDState(state, matrix_approximation_rank=rank, start_powerSGD_iter=0)
 
     return recipe

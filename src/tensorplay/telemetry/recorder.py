@@ -164,14 +164,15 @@ class Recorder:
             return
         began = perf_counter()
         done = [watch for watch in ended.watches if watch.completed is not None]
-        for watch in done:
-            self._write({"event": "bucket", "step": ended.step, **watch.figures()})
+        buckets = [watch.figures() for watch in done]
+        for bucket in buckets:
+            self._write({"event": "bucket", "step": ended.step, **bucket})
         spent = [0, 0]
         if ended.measures_error and len(done) == len(ended.watches):
             spent = self._measure([watch.sample for watch in done if watch.sample], ended.step)
         telemetry_seconds = ended.telemetry_seconds + perf_counter() - began
         if done:
-            self._write(self._figures(ended, done, telemetry_seconds, spent))
+            self._write(self._figures(ended, done, buckets, telemetry_seconds, spent))
         self._unaccounted_seconds += perf_counter() - began
 
     def close(self) -> None:
@@ -182,9 +183,13 @@ class Recorder:
             self._lane_number = None
 
     def _figures(
-        self, ended: _Pass, done: list[BucketWatch], telemetry_seconds: float, spent: Sequence[int]
+        self,
+        ended: _Pass,
+        done: list[BucketWatch],
+        buckets: list[Record],
+        telemetry_seconds: float,
+        spent: Sequence[int],
     ) -> Record:
-        buckets = [watch.figures() for watch in done]
         completed = max(watch.completed or 0.0 for watch in done)
         record: Record = {"event": "step", "step": ended.step, "time_seconds": completed - self._began}
         record["step_seconds"] = None

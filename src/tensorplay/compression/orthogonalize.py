@@ -29,7 +29,9 @@ def orthogonalize_(rows: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
                  [0., 1.]]])
         >>> bool(orthogonalize_(torch.zeros(1, 2, 5)).isfinite().all())
         True
+
     Paper: Vogels et al. 2019, PowerSGD, algorithm 1 (there Gram-Schmidt).
+
     Differs: torch adds `epsilon` inside Gram-Schmidt for rank 1 and 2 and ignores it above; here it means the same at
         every rank. It is never needed: a zero matrix is safe without it.
     """

@@ -22,6 +22,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         ...     ddp = tp.nn.parallel.DistributedDataParallel(model)
         ...     handle = ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         ...     return ddp, handle
+
     Differs: `register_comm_hook` accepts any callable `(state, bucket) -> Future or Tensor`, may be called again, uses
         this module's own process group where the state gives none, and returns a handle.
     """

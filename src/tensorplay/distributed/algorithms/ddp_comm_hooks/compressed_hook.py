@@ -37,6 +37,7 @@ class CompressedHookState(CodecState):
         >>> state = CompressedHookState("int4", min_elements=2048)
         >>> state.codec
         <codec int4>
+
     Papers: Seide et al. 2014 (error feedback); Karimireddy et al. 2019.
     """
 

@@ -103,6 +103,7 @@ def allreduce_hook(
         ...     ddp = tp.nn.parallel.DistributedDataParallel(model)
         ...     ddp.register_comm_hook(None, allreduce_hook)
         ...     return ddp
+
     Differs: bit-identical to DDP without a hook, since it multiplies by 1/W as DDP does.
     """
     return _average(process_group, bucket, None)
@@ -126,8 +127,10 @@ def fp16_compress_hook(
         ...     ddp = tp.nn.parallel.DistributedDataParallel(model)
         ...     ddp.register_comm_hook(None, fp16_compress_hook)
         ...     return ddp
+
     Differs: divides before the cast, so a gradient overflows only when the mean's own share does (above 65504);
         scratch is allocated once a bucket.
+
     Paper: Micikevicius et al. 2018, Mixed Precision Training, section 3 (range of gradients).
     """
     return _average(process_group, bucket, torch.float16)
@@ -151,8 +154,10 @@ def bf16_compress_hook(
         ...     ddp = tp.nn.parallel.DistributedDataParallel(model)
         ...     ddp.register_comm_hook(None, bf16_compress_hook)
         ...     return ddp
+
     Differs: works on gloo, whose all-reduce adds bfloat16. Its `__name__` is "bf16_compress", because plain torch DDP
         refuses the longer name off CUDA without looking at the backend.
+
     Paper: Kalamkar et al. 2019, A Study of BFLOAT16 for Deep Learning Training.
     """
     return _average(process_group, bucket, torch.bfloat16)

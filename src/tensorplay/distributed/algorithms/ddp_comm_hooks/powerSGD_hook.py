@@ -46,9 +46,12 @@ class PowerSGDState(LowRankState):
         >>> state = PowerSGDState(matrix_approximation_rank=2, start_powerSGD_iter=0)
         >>> state.compression_stats()
         (0, 0, 0)
+
     Steps: every backward pass that exchanges counts as one (`iter`), so gradient accumulation without `no_sync` reaches
         `start_powerSGD_iter` sooner; `state.step()` counts optimizer steps instead.
+
     Paper: Vogels, Karimireddy, Jaggi 2019, PowerSGD: Practical Low-Rank Gradient Compression.
+
     Differs: `process_group` may be omitted. State belongs to parameters, not to bucket indexes, so
         `start_powerSGD_iter` of 0 and 1 work. Means are over the ranks that take part in a Join. Epsilon means the same
         at every rank. The logging frequency must be >= 1.
@@ -222,7 +225,9 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
         ...     ddp = tp.nn.parallel.DistributedDataParallel(model)
         ...     ddp.register_comm_hook(PowerSGDState(start_powerSGD_iter=100), powerSGD_hook)
         ...     return ddp
+
     Paper: Vogels, Karimireddy, Jaggi 2019, algorithms 1 and 2.
+
     Differs: any number of buckets on every backend; two collectives instead of three; nothing is waited for in a
         callback. A zero, infinite or unused gradient leaves no trace in the state.
     """
@@ -245,7 +250,9 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
         ...     ddp = tp.nn.parallel.DistributedDataParallel(model)
         ...     ddp.register_comm_hook(PowerSGDState(batched_layout="bucket"), batched_powerSGD_hook)
         ...     return ddp
+
     Paper: Vogels, Karimireddy, Jaggi 2019; the batched form is of this kind of hook, not of the paper.
+
     Differs: torch's hook of this name fails at its first compressed step. Its layout is "bucket" here; rows of padding
         alone are not sent, and a bucket that `min_compression_rate` excludes travels uncompressed.
     """

@@ -93,6 +93,7 @@ def quantization_pertensor_hook(
         ...     ddp = tp.nn.parallel.DistributedDataParallel(model)
         ...     ddp.register_comm_hook(None, quantization_pertensor_hook)
         ...     return ddp
+
     Differs: scale and codes travel in one message; works on gloo with any number of buckets; a non-finite gradient
         on one rank makes the bucket non-finite on all.
     """
@@ -117,6 +118,7 @@ def quantization_perchannel_hook(
         ...     ddp = tp.nn.parallel.DistributedDataParallel(model)
         ...     ddp.register_comm_hook(None, functools.partial(quantization_perchannel_hook, bucket_size=128))
         ...     return ddp
+
     Differs: vectorised; no padding when the length divides; see `quantization_pertensor_hook`.
     """
     if bucket_size < 1:

@@ -159,6 +159,7 @@ def register_ddp_comm_hook(
         >>> def wrap(ddp):
         ...     handle = register_ddp_comm_hook("int8", ddp)
         ...     handle = register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, ddp)
+
     Differs: torch's takes a member only, and returns nothing.
     """
     if isinstance(comm_hook_type, DDPCommHookType):

@@ -5,14 +5,13 @@ import torch
 from tensorplay.compression.codec import Identity
 from tensorplay.compression.grouped import (
     ROUNDINGS,
-    SMALLEST_SCALE,
     GroupScaled,
-    Workspace,
+    Run,
     absolute_maximum,
     add_noise,
     check_choice,
     check_integer,
-    inverse_of,
+    invert_scales,
     name_with,
 )
 
@@ -74,8 +73,6 @@ class Float8(GroupScaled):
         tensor.
     """
 
-    _smallest_sent = SMALLEST_SCALE
-
     def __init__(
         self,
         form: str = "e4m3",
@@ -101,36 +98,33 @@ class Float8(GroupScaled):
             self.whole_blocks = True
             self._scale_margin = 1.0 + 2.0**-8
 
-    def _measure(self, values: torch.Tensor, scales: torch.Tensor, space: Workspace) -> None:
-        absolute_maximum(values, scales, space)
-        scales.mul_(1.0 / self.top)
+    def _measure(self, run: Run) -> None:
+        absolute_maximum(run, 1.0 / self.top)
 
-    def _quantize(
-        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, space: Workspace
-    ) -> torch.Tensor | None:
-        work = space.table("floats")
-        torch.mul(values, inverse_of(scales, space), out=work)
+    def _quantize(self, run: Run) -> torch.Tensor | None:
+        work = run.table("floats")
+        torch.mul(run.values, invert_scales(run), out=work)
         if self.rounding == "stochastic":
-            self._round_stochastically(work, space)
-        codes.view(self.dtype).copy_(work)
+            self._round_stochastically(work, run)
+        run.codes.view(self.dtype).copy_(work)
         return None
 
-    def _round_stochastically(self, work: torch.Tensor, space: Workspace) -> None:
+    def _round_stochastically(self, work: torch.Tensor, run: Run) -> None:
         """Round to levels of the format, up or down at random.
 
         1. The spacing of levels at a value: 2^(exponent - mantissa bits), the exponent no less than the smallest.
         2. Multiples of the spacing, plus noise, rounded down. Clamped first, so that none ends above the top.
         """
         work.clamp_(-self.top, self.top)
-        spacing = space.table("spacing")
+        spacing = run.table("spacing")
         # The bits of an exponent alone are the power of two at or below |value|.
         torch.bitwise_and(work.view(torch.int32), 0x7F800000, out=spacing.view(torch.int32))
         spacing.clamp_min_(2.0**self.smallest_exponent).mul_(2.0**-self.mantissa_bits)
         work.div_(spacing)
-        add_noise(work, space)
+        add_noise(work, run)
         work.floor_().mul_(spacing)
 
-    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, space: Workspace) -> None:
+    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         """Read the codes as float16, by shifting their bits there: ten times faster than the conversion in torch.
 
         e5m2 is the upper half of a float16. The exponent of e4m3 is one bit shorter, which leaves a factor of
@@ -139,7 +133,7 @@ class Float8(GroupScaled):
         if codes.device.type != "cpu":
             levels.copy_(codes.view(self.dtype))
             return
-        wide = space.table("wide", torch.int16)
+        wide = run.table("wide", torch.int16)
         wide.copy_(codes.view(torch.int8))
         if self.form == "e5m2":
             wide.bitwise_left_shift_(8)

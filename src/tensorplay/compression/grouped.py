@@ -8,6 +8,7 @@ whole tensors. On a device everything is one run.
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import torch
@@ -19,13 +20,13 @@ __all__ = [
     "RUN_ELEMENTS",
     "SMALLEST_SCALE",
     "GroupScaled",
-    "Workspace",
+    "Run",
     "absolute_maximum",
     "add_noise",
     "check_choice",
     "check_integer",
     "float_dtype",
-    "inverse_of",
+    "invert_scales",
     "mean_magnitude",
     "name_with",
 ]
@@ -78,47 +79,62 @@ def name_with(name: str, **parameters: tuple[object, object]) -> str:
     return f"{name}:{','.join(given)}" if given else name
 
 
-class Workspace:
-    """The temporaries of one run: lent once, looked up by name for each run that follows.
+class Run:
+    """The groups that are worked on now, as views of a call's tensors, and temporaries of their size.
 
-    Args:
-        context: of the call. shape: (groups, G) of a run.
+    Numbers of which there is one a group are few, so what costs time is calling an operation, and NumPy's cost less
+    than torch's: on a CPU `xp` is numpy and the `_array` attributes are arrays that share memory with the tensors
+    beside them; on a device `xp` is torch and they are the tensors themselves.
+
+    Attributes:
+        values: (groups, G). codes: (groups, group_bytes) uint8.
+        scales: (groups,) float32; scales_array, as a column (groups, 1): scales_column.
+        lowest, lowest_array, inverse_array: temporaries (groups,) float32; inverse_column: the last as a column.
+        number: of the run in its call; first: its first group. context: of the call.
     """
 
+    values: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    scales_array: Any
+    scales_column: torch.Tensor
+    first: int
+
     def __init__(self, context: Context, shape: tuple[int, int], device: torch.device) -> None:
-        self.context = context
-        self.run = 0
+        self.context, self.number = context, 0
+        self.xp: Any = numpy if device.type == "cpu" else torch
         self._shape, self._device = shape, device
         self._lent: dict[str, torch.Tensor] = {}
+        columns = context.scratch.borrow("grouped/columns", 2 * shape[0], torch.float32, device).view(2, -1)
+        self.lowest, inverse = columns
+        self.inverse_column: torch.Tensor = inverse.unsqueeze(1)
+        self.lowest_array, self.inverse_array = as_array(self.lowest), as_array(inverse)
 
     def table(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A temporary (groups, G)."""
         lent = self._lent.get(name)
         if lent is None:
             groups, size = self._shape
-            lent = self._lent[name] = self._borrow(name, groups * size, dtype).view(groups, size)
+            scratch = self.context.scratch
+            lent = scratch.borrow(f"grouped/{name}", groups * size, dtype, self._device).view(groups, size)
+            self._lent[name] = lent
         return lent
 
-    def column(self, name: str) -> torch.Tensor:
-        """A temporary (groups,) float32."""
-        lent = self._lent.get(name)
-        if lent is None:
-            lent = self._lent[name] = self._borrow(name, self._shape[0], torch.float32)
-        return lent
 
-    def _borrow(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.context.scratch.borrow(f"grouped/{name}", numel, dtype, self._device)
+def as_array(tensor: torch.Tensor) -> Any:
+    """A NumPy array that shares a CPU tensor's memory; a device's tensor itself."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
-def add_noise(values: torch.Tensor, space: Workspace) -> None:
+def add_noise(values: torch.Tensor, run: Run) -> None:
     """values += u, uniform in (0, 1), one draw a value, others for every seed, rank and run.
 
     Shapes: values (groups, G) float32, contiguous.
     On a CPU u is one of 65,536 equally spaced numbers, symmetric about 1/2, so that rounding stays right on average.
     No generator of the user's is touched.
     """
-    context, count = space.context, values.numel()
-    seeds = numpy.random.SeedSequence([context.seed & (2**64 - 1), context.rank, space.run])
+    context, count = run.context, values.numel()
+    seeds = numpy.random.SeedSequence([context.seed & (2**64 - 1), context.rank, run.number])
     if values.device.type != "cpu":
         generator = torch.Generator(values.device)
         generator.manual_seed(int(seeds.generate_state(1, numpy.uint64)[0] >> 1))
@@ -126,7 +142,7 @@ def add_noise(values: torch.Tensor, space: Workspace) -> None:
         return
     raw = numpy.random.SFC64(seeds).random_raw(-(-count // 4))
     draws = torch.from_numpy(raw.view(numpy.int16)[:count]).view(values.shape)
-    noise = space.table("noise").copy_(draws)
+    noise = run.table("noise").copy_(draws)
     values.add_(noise, alpha=2.0**-16).add_(0.5 + 2.0**-17)  # draws are -32768 .. 32767
 
 
@@ -141,8 +157,6 @@ class GroupScaled(Codec):
     Wire: (group_bytes + scale_dtype.itemsize) bytes a group.
     """
 
-    #: Lower limit of the scales that are sent. Zero where a zero scale is what makes a group of zeros decode to zeros.
-    _smallest_sent = 0.0
     #: Scales are multiplied by this before they are rounded to bfloat16.
     _scale_margin = 1.0
 
@@ -152,20 +166,15 @@ class GroupScaled(Codec):
         self.scale_dtype = float_dtype("scale_dtype", scale_dtype, (torch.float32, torch.bfloat16))
 
     @abstractmethod
-    def _measure(self, values: torch.Tensor, scales: torch.Tensor, space: Workspace) -> None:
-        """Write the scales (groups,) float32 of values (groups, G); not finite where a value isn't."""
+    def _measure(self, run: Run) -> None:
+        """Write the scales of a run; not finite where a value isn't."""
 
     @abstractmethod
-    def _quantize(
-        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, space: Workspace
-    ) -> torch.Tensor | None:
-        """Write the codes (groups, group_bytes) uint8 of values (groups, G), scales (groups,) float32.
-
-        Returns the levels (groups, G) float32 where they are at hand.
-        """
+    def _quantize(self, run: Run) -> torch.Tensor | None:
+        """Write the codes of a run; returns their levels (groups, G) float32 where they are at hand."""
 
     @abstractmethod
-    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, space: Workspace) -> None:
+    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         """Write the levels (groups, G) float32 that codes (groups, group_bytes) stand for."""
 
     def wire_bytes(self, numel: int) -> int:
@@ -174,43 +183,40 @@ class GroupScaled(Codec):
 
     def encode(self, values: torch.Tensor, payload: torch.Tensor, context: Context) -> None:
         """Write the payload of `values`."""
-        for _ in self._encode(values, payload, context):
-            pass
+        self._encode(values, payload, context, subtract=False)
 
     def encode_residual(self, values: torch.Tensor, payload: torch.Tensor, context: Context) -> None:
         """Write the payload of `values` and leave in `values` what was not sent: values - decode(payload).
 
         The same as `encode` and then `decode_add` with factor -1, but each run is still in the cache.
         """
-        for rows, scales, codes, levels, space in self._encode(values, payload, context):
-            if levels is None:
-                levels = space.table("levels")
-                self._levels(codes, levels, space)
-            rows.addcmul_(levels, scales.unsqueeze(1), value=-1.0)
+        self._encode(values, payload, context, subtract=True)
 
-    def _encode(
-        self, values: torch.Tensor, payload: torch.Tensor, context: Context
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Workspace]]:
-        """Encode run by run; after each, yield its values, scales (groups,) float32, codes, levels if known, space.
+    def _encode(self, values: torch.Tensor, payload: torch.Tensor, context: Context, subtract: bool) -> None:
+        """For each run: 1. measure the scales; 2. round them to what is sent; 3. make the codes with those.
 
-        For each run: 1. measure the scales; 2. round them to what is sent; 3. make the codes with those.
+        4. If `subtract`: subtract what the codes stand for.
         """
         sent, codes = self._parts(payload, values.numel())
-        for space, rows, sent_run, codes_run in self._runs(values, sent, codes, context):
-            if self.scale_dtype == torch.float32:
-                scales = sent_run
-            else:
-                scales = space.column("scales")
-            self._measure(rows, scales, space)
-            if self._smallest_sent:
-                scales.clamp_min_(self._smallest_sent)
-            if self.scale_dtype != torch.float32:
-                if self._scale_margin != 1.0:
-                    scales.mul_(self._scale_margin)
-                sent_run.copy_(scales)
-                scales.copy_(sent_run)
-            levels = self._quantize(rows, scales, codes_run, space)
-            yield rows, scales, codes_run, levels, space
+        scales = sent
+        if sent.dtype != torch.float32:
+            scales = context.scratch.borrow("grouped/scales", sent.numel(), torch.float32, sent.device)
+        with numpy.errstate(
+            all="ignore"
+        ):  # values that aren't finite are told by the scale, not by a warning
+            for run in self._runs(values, scales, codes, context):
+                self._measure(run)
+                if sent is not scales:
+                    if self._scale_margin != 1.0:
+                        run.scales.mul_(self._scale_margin)
+                    first = run.first
+                    run.scales.copy_(sent[first : first + len(run.scales)].copy_(run.scales))
+                levels = self._quantize(run)
+                if subtract:
+                    if levels is None:
+                        levels = run.table("levels")
+                        self._levels(run.codes, levels, run)
+                    run.values.addcmul_(levels, run.scales_column, value=-1.0)
 
     def decode(self, payload: torch.Tensor, out: torch.Tensor, context: Context) -> None:
         """Write scale * level to `out`."""
@@ -219,21 +225,19 @@ class GroupScaled(Codec):
             self.decode(payload, values, context)
             out.copy_(values)
             return
-        scales, codes = self._decoding(payload, out, context)
-        for space, rows, scale, code in self._runs(out, scales, codes, context):
-            self._levels(code, rows, space)
-            rows.mul_(scale)
+        for run in self._decoding(payload, out, 1.0, context):
+            self._levels(run.codes, run.values, run)
+            run.values.mul_(run.scales_column)
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context) -> None:
         """out += factor * scale * level; the product of factor and scale is made once a group."""
         if out.dtype != torch.float32:
             super().decode_add(payload, out, factor, context)
             return
-        scales, codes = self._decoding(payload, out, context, factor)
-        for space, rows, scale, code in self._runs(out, scales, codes, context):
-            levels = space.table("levels")
-            self._levels(code, levels, space)
-            rows.addcmul_(levels, scale)
+        for run in self._decoding(payload, out, factor, context):
+            levels = run.table("levels")
+            self._levels(run.codes, levels, run)
+            run.values.addcmul_(levels, run.scales_column)
 
     def is_finite(self, payload: torch.Tensor, numel: int, context: Context) -> torch.Tensor:
         """Whether every scale is finite."""
@@ -246,55 +250,71 @@ class GroupScaled(Codec):
         return payload[:border].view(self.scale_dtype), payload[border:].view(groups, self.group_bytes)
 
     def _decoding(
-        self, payload: torch.Tensor, out: torch.Tensor, context: Context, factor: float = 1.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales (groups, 1) float32, times `factor`, and the codes."""
+        self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context
+    ) -> Iterator[Run]:
+        """Runs whose values are those of `out` and whose scales are the payload's times `factor`."""
         scales, codes = self._parts(payload, out.numel())
         if scales.dtype != torch.float32 or factor != 1.0:
-            target = context.scratch.borrow("grouped/decoding", scales.numel(), torch.float32, scales.device)
+            target = context.scratch.borrow("grouped/scales", scales.numel(), torch.float32, scales.device)
             scales = target.copy_(scales) if factor == 1.0 else target.copy_(scales).mul_(factor)
-        return scales.unsqueeze(1), codes
+        return self._runs(out, scales, codes, context)
 
     def _runs(
         self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, context: Context
-    ) -> Iterator[tuple[Workspace, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Cut values (n,), scales and codes into runs: (workspace, values (groups, G), scales, codes) each."""
+    ) -> Iterator[Run]:
+        """Cut values (n,), scales (groups,) float32 and codes into runs; what is yielded is one object, moved on."""
         groups = codes.shape[0]
         if not groups:
             return
         step = groups if values.device.type != "cpu" else max(1, RUN_ELEMENTS // self.group_size)
-        tables = values.view(groups, self.group_size), scales, codes
+        array = as_array(scales)
+        tables = values.view(groups, self.group_size), codes, scales, scales.unsqueeze(1)
         parts = zip(*(table.split(step) for table in tables), strict=True)  # type: ignore[no-untyped-call]
-        space: Workspace | None = None
-        for run, (rows, scale, code) in enumerate(parts):
-            if space is None or rows.shape[0] != step:
-                space = Workspace(context, (rows.shape[0], self.group_size), values.device)
-            space.run = run
-            yield space, rows, scale, code
+        run: Run | None = None
+        for number, (rows, code, scale, column) in enumerate(parts):
+            if run is None or len(rows) != step:
+                run = Run(context, (len(rows), self.group_size), values.device)
+            run.number, run.first = number, number * step
+            run.values, run.codes, run.scales, run.scales_column = rows, code, scale, column
+            run.scales_array = array[run.first : run.first + step]
+            yield run
 
 
-def inverse_of(scales: torch.Tensor, space: Workspace, factor: float = 1.0) -> torch.Tensor:
-    """factor / scale as a column (groups, 1), finite where a scale is zero."""
-    inverse = space.column("inverse")
-    torch.clamp_min(scales, SMALLEST_SCALE, out=inverse)
-    inverse.reciprocal_()
-    return (inverse if factor == 1.0 else inverse.mul_(factor)).unsqueeze(1)
+def absolute_maximum(run: Run, factor: float) -> None:
+    """scale = factor * max |value| of each group, no less than SMALLEST_SCALE; NaN where a value is NaN.
 
-
-def absolute_maximum(values: torch.Tensor, out: torch.Tensor, space: Workspace) -> None:
-    """out (groups,) = max |value| of each group of values (groups, G); NaN where a value is NaN.
-
-    Two reading passes and no temporary of the size of `values`.
+    Two reading passes and no temporary of the size of the values.
     """
-    lowest = space.column("lowest")
-    torch.amax(values, 1, out=out)
-    torch.amin(values, 1, out=lowest)
-    torch.maximum(out, lowest.neg_(), out=out)
+    scales, lowest, xp = run.scales_array, run.lowest_array, run.xp
+    torch.amax(run.values, 1, out=run.scales)
+    torch.amin(run.values, 1, out=run.lowest)
+    xp.negative(lowest, out=lowest)
+    xp.maximum(scales, lowest, out=scales)
+    xp.multiply(scales, factor, out=scales)
+    at_least(SMALLEST_SCALE, scales, scales, xp)
 
 
-def mean_magnitude(values: torch.Tensor, out: torch.Tensor, space: Workspace) -> None:
-    """out (groups,) = mean |value| of each group of values (groups, G); not finite where a value isn't."""
-    magnitudes = space.table("floats")
-    torch.abs(values, out=magnitudes)
-    torch.sum(magnitudes, 1, out=out)
-    out.mul_(1.0 / values.shape[1])
+def mean_magnitude(run: Run, factor: float) -> None:
+    """scale = factor * mean |value| of each group; not finite where a value isn't."""
+    magnitudes = run.table("floats")
+    torch.abs(run.values, out=magnitudes)
+    torch.sum(magnitudes, 1, out=run.scales)
+    run.xp.multiply(run.scales_array, factor / run.values.shape[1], out=run.scales_array)
+
+
+def invert_scales(run: Run, factor: float = 1.0) -> torch.Tensor:
+    """factor / scale as a column (groups, 1), finite where a scale is zero."""
+    inverse, xp = run.inverse_array, run.xp
+    at_least(SMALLEST_SCALE, run.scales_array, inverse, xp)
+    xp.reciprocal(inverse, out=inverse)
+    if factor != 1.0:
+        xp.multiply(inverse, factor, out=inverse)
+    return run.inverse_column
+
+
+def at_least(minimum: float, source: Any, out: Any, xp: Any) -> None:
+    """out = max(source, minimum), NaN where source is NaN: arrays of NumPy, or tensors."""
+    if xp is torch:
+        torch.clamp_min(source, minimum, out=out)
+    else:
+        numpy.maximum(source, minimum, out=out)

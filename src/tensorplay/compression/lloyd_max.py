@@ -7,9 +7,9 @@ import torch
 from tensorplay.compression.bitpack import pack_twos, unpack_twos
 from tensorplay.compression.grouped import (
     GroupScaled,
-    Workspace,
+    Run,
     check_integer,
-    inverse_of,
+    invert_scales,
     mean_magnitude,
     name_with,
 )
@@ -79,22 +79,19 @@ class LloydMax2(GroupScaled):
             "int2", group_size=(group_size, 128), scale_dtype=(self.scale_dtype, torch.bfloat16)
         )
 
-    def _measure(self, values: torch.Tensor, scales: torch.Tensor, space: Workspace) -> None:
-        mean_magnitude(values, scales, space)
-        scales.mul_(_UNIT / _GAUSSIAN_MEAN_MAGNITUDE)
+    def _measure(self, run: Run) -> None:
+        mean_magnitude(run, _UNIT / _GAUSSIAN_MEAN_MAGNITUDE)
 
-    def _quantize(
-        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, space: Workspace
-    ) -> torch.Tensor | None:
-        work, integers = space.table("floats"), space.table("integers", torch.int8)
-        torch.mul(values, inverse_of(scales, space, _UNIT / _BORDER), out=work)  # borders lie at -1, 0 and 1
+    def _quantize(self, run: Run) -> torch.Tensor | None:
+        work, integers = run.table("floats"), run.table("integers", torch.int8)
+        torch.mul(run.values, invert_scales(run, _UNIT / _BORDER), out=work)  # borders lie at -1, 0 and 1
         integers.copy_(work.floor_().clamp_(-2.0, 1.0))
-        pack_twos(integers, codes)
+        pack_twos(integers, run.codes)
         return None
 
-    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, space: Workspace) -> None:
+    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         """Codes 0, 1, 2, 3 to levels -10, -3, 3, 10: 7 code - 10, less one from 2 upwards."""
-        integers, upper = space.table("integers", torch.int8), space.table("upper", torch.int8)
+        integers, upper = run.table("integers", torch.int8), run.table("upper", torch.int8)
         unpack_twos(codes, integers)
         torch.bitwise_right_shift(integers, 1, out=upper)
         integers.mul_(7).sub_(upper).sub_(10)

@@ -13,12 +13,12 @@ from tensorplay.compression.grouped import (
     RUN_ELEMENTS,
     SMALLEST_SCALE,
     GroupScaled,
-    Workspace,
+    Run,
     absolute_maximum,
     add_noise,
     check_choice,
     check_integer,
-    inverse_of,
+    invert_scales,
     name_with,
 )
 
@@ -55,8 +55,6 @@ class SymmetricInteger(GroupScaled):
         of a group, not the 2-norm of the vector, and codes are packed, not entropy coded.
     """
 
-    _smallest_sent = SMALLEST_SCALE
-
     def __init__(
         self,
         bits: int = 8,
@@ -81,36 +79,33 @@ class SymmetricInteger(GroupScaled):
             self.whole_blocks = True  # the noise of a value depends on its place in the block
             self._scale_margin = 1.0 + 2.0**-8  # rounded down to bfloat16 it is still no smaller than it was
 
-    def _measure(self, values: torch.Tensor, scales: torch.Tensor, space: Workspace) -> None:
-        absolute_maximum(values, scales, space)
-        scales.mul_(1.0 / self.top)
+    def _measure(self, run: Run) -> None:
+        absolute_maximum(run, 1.0 / self.top)
 
-    def _quantize(
-        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, space: Workspace
-    ) -> torch.Tensor | None:
-        levels = space.table("floats")
-        torch.mul(values, inverse_of(scales, space), out=levels)
+    def _quantize(self, run: Run) -> torch.Tensor | None:
+        levels = run.table("floats")
+        torch.mul(run.values, invert_scales(run), out=levels)
         if self.rounding == "stochastic":
             levels.clamp_(
                 -self.top, self.top
             )  # before the noise: 127 + u must not become 128, which wraps to -128
-            add_noise(levels, space)
+            add_noise(levels, run)
             levels.floor_()
         else:
             levels.round_()
         if self.bits == 8:
-            codes.view(torch.int8).copy_(levels)
+            run.codes.view(torch.int8).copy_(levels)
         else:
-            integers = space.table("integers", torch.int8)
+            integers = run.table("integers", torch.int8)
             integers.copy_(levels)
-            pack_fours(integers, codes)
+            pack_fours(integers, run.codes)
         return levels
 
-    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, space: Workspace) -> None:
+    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         if self.bits == 8:
             levels.copy_(codes.view(torch.int8))
         else:
-            integers = space.table("integers", torch.int8)
+            integers = run.table("integers", torch.int8)
             unpack_fours(codes, integers)
             levels.copy_(integers)
 

@@ -3,7 +3,7 @@
 import torch
 
 from tensorplay.compression.bitpack import pack_signs, unpack_signs
-from tensorplay.compression.grouped import GroupScaled, Workspace, check_integer, mean_magnitude, name_with
+from tensorplay.compression.grouped import GroupScaled, Run, check_integer, mean_magnitude, name_with
 
 __all__ = ["Sign"]
 
@@ -40,16 +40,14 @@ class Sign(GroupScaled):
             "sign", group_size=(group_size, 128), scale_dtype=(self.scale_dtype, torch.bfloat16)
         )
 
-    def _measure(self, values: torch.Tensor, scales: torch.Tensor, space: Workspace) -> None:
-        mean_magnitude(values, scales, space)
+    def _measure(self, run: Run) -> None:
+        mean_magnitude(run, 1.0)
 
-    def _quantize(
-        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, space: Workspace
-    ) -> torch.Tensor | None:
-        pack_signs(values.reshape(-1), codes.view(-1))
+    def _quantize(self, run: Run) -> torch.Tensor | None:
+        pack_signs(run.values.view(-1), run.codes.view(-1))
         return None
 
-    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, space: Workspace) -> None:
-        signs = space.table("integers", torch.int8)
+    def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
+        signs = run.table("integers", torch.int8)
         unpack_signs(codes.view(-1), signs.view(-1))
         levels.copy_(signs)

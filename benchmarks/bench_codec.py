@@ -1,0 +1,208 @@
+"""Speed of every codec on one core, as ratios to `copy_` of the same gradient in the same run.
+
+    OMP_NUM_THREADS=1 python benchmarks/bench_codec.py [CODEC ...] [--rounds 7] [--out benchmarks/results/codec.json]
+
+Columns, each the time of `copy_` over the time of what it names, so larger is faster:
+
+    feedback    encode with error feedback: values = gradient + residual, encode, residual = values - decode(payload)
+    two steps   the same as an exchange does it that may not touch the residual before all ranks are known to be
+                finite: encode; later values = gradient + residual again, less decode(payload), to the residual
+    encode      encoding alone
+    decode      payloads to a float32 gradient
+    add         payloads times 1/2 added to a float32 gradient
+
+The gradient is worked through in blocks, as exchanges do. Within a round everything runs once, right after a `copy_` of
+its own; a figure is the best of all rounds over the best `copy_`, and the median of the ratios within rounds.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tensorplay.compression.codec import Codec, Context
+from tensorplay.compression.grouped import GroupScaled
+from tensorplay.compression.plan import BLOCK_ELEMENTS
+from tensorplay.compression.registry import make_codec
+
+CODECS = [
+    "int8:group_size=512",
+    "int8",
+    "int8:rounding=stochastic",
+    "int4:group_size=512",
+    "int4",
+    "sign:group_size=512",
+    "sign",
+    "int2",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "uint8",
+    "bf16",
+    "fp16",
+    "topk:0.01",
+    "topk:0.001",
+    "randomk:0.01",
+]
+COLUMNS = ("feedback", "two steps", "encode", "decode", "add")
+#: The least that is asked for, on one core.
+GOALS = {
+    "int8:group_size=512": {"feedback": 0.35, "decode": 0.9},
+    "int8": {"feedback": 0.27},
+    "int4:group_size=512": {"feedback": 0.3, "decode": 0.8},
+    "int4": {"feedback": 0.24},
+    "sign:group_size=512": {"feedback": 0.2, "decode": 0.5},
+}
+
+
+class Bench:
+    """One codec's tasks over one gradient."""
+
+    def __init__(self, codec: Codec, elements: int, block_elements: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.codec, self.context = codec, Context(seed=1)
+        self.numel = codec.padded(elements)
+        self.gradient = torch.randn(self.numel, generator=generator) * 1e-3
+        self.residual = torch.randn(self.numel, generator=generator) * 1e-5
+        self.result = torch.zeros(self.numel)
+        step = block_elements // codec.group_size * codec.group_size
+        self.blocks = [slice(at, min(at + step, self.numel)) for at in range(0, self.numel, step)]
+        self.payloads = [
+            torch.empty(codec.wire_bytes(block.stop - block.start), dtype=torch.uint8)
+            for block in self.blocks
+        ]
+        self.values = torch.zeros(step)
+
+    def load(self, block: slice) -> torch.Tensor:
+        values = self.values[: block.stop - block.start]
+        return torch.add(self.gradient[block], self.residual[block], out=values)
+
+    def copy(self) -> None:
+        self.result.copy_(self.gradient)
+
+    def feedback(self) -> None:
+        for block, payload in zip(self.blocks, self.payloads, strict=True):
+            values = self.load(block)
+            if isinstance(self.codec, GroupScaled):
+                self.codec.encode_residual(values, payload, self.context)
+            else:
+                self.codec.encode(values, payload, self.context)
+                self.codec.decode_add(payload, values, -1.0, self.context)
+            self.residual[block].copy_(values)
+
+    def two_steps(self) -> None:
+        for block, payload in zip(self.blocks, self.payloads, strict=True):
+            self.codec.encode(self.load(block), payload, self.context)
+        for block, payload in zip(self.blocks, self.payloads, strict=True):
+            values = self.load(block)
+            self.codec.decode_add(payload, values, -1.0, self.context)
+            self.residual[block].copy_(values)
+
+    def encode(self) -> None:
+        for block, payload in zip(self.blocks, self.payloads, strict=True):
+            self.codec.encode(self.gradient[block], payload, self.context)
+
+    def decode(self) -> None:
+        for block, payload in zip(self.blocks, self.payloads, strict=True):
+            self.codec.decode(payload, self.result[block], self.context)
+
+    def add(self) -> None:
+        for block, payload in zip(self.blocks, self.payloads, strict=True):
+            self.codec.decode_add(payload, self.result[block], 0.5, self.context)
+
+    def task(self, column: str) -> Callable[[], None]:
+        task: Callable[[], None] = getattr(self, column.replace(" ", "_"))
+        return task
+
+
+def seconds(task: Callable[[], None]) -> float:
+    """Time of a task: of this thread alone, where it works alone, so that waiting for a core doesn't count."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
+    task()
+    return clock() - start
+
+
+def measure(specs: list[str], elements: int, block_elements: int, rounds: int) -> list[dict[str, Any]]:
+    """A row a codec: name, bits, and for each column the best and the median ratio and GB/s of float32."""
+    benches = {spec: Bench(make_codec(spec), elements, block_elements) for spec in specs}
+    copies: dict[str, list[float]] = {spec: [] for spec in specs}
+    times: dict[tuple[str, str], list[float]] = {(spec, column): [] for spec in specs for column in COLUMNS}
+    ratios: dict[tuple[str, str], list[float]] = {key: [] for key in times}
+    for turn in range(rounds + 1):
+        for spec, bench in benches.items():
+            for column in COLUMNS:
+                copy_seconds = seconds(bench.copy)
+                task_seconds = seconds(bench.task(column))
+                if turn:  # the first round allocates and warms up
+                    copies[spec].append(copy_seconds)
+                    times[spec, column].append(task_seconds)
+                    ratios[spec, column].append(copy_seconds / task_seconds)
+    copy_seconds = min(min(values) for values in copies.values())
+    rows = []
+    for spec, bench in benches.items():
+        row: dict[str, Any] = {"codec": spec, "bits": bench.codec.wire_bytes(bench.numel) * 8 / bench.numel}
+        row["copy_gb_per_second"] = 4e-9 * bench.numel / copy_seconds
+        for column in COLUMNS:
+            best = min(times[spec, column])
+            row[column] = {
+                "best": copy_seconds / best,
+                "median": statistics.median(ratios[spec, column]),
+                "gb_per_second": 4e-9 * bench.numel / best,
+                "goal": GOALS.get(spec, {}).get(column),
+            }
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'best ratio (median)':26}{'bits':>7}" + "".join(f"{column:>16}" for column in COLUMNS)]
+    for row in rows:
+        cells = []
+        for column in COLUMNS:
+            cell = row[column]
+            mark = "" if cell["goal"] is None else "*" if cell["best"] >= cell["goal"] else "!"
+            cells.append(f"{mark + format(cell['best'], '.2f'):>9} ({cell['median']:.2f})")
+        lines.append(f"{row['codec']:26}{row['bits']:7.3f}" + "".join(cells))
+    lines.append(f"copy_ {rows[0]['copy_gb_per_second']:.1f} GB/s; * reaches its goal, ! does not")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("codecs", nargs="*", default=CODECS, metavar="CODEC")
+    parser.add_argument("--elements", type=int, default=6_250_000, help="of the gradient (default: 25 MB)")
+    parser.add_argument("--block", type=int, default=BLOCK_ELEMENTS, help="elements of a block")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write JSON here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    rows = measure(arguments.codecs, arguments.elements, arguments.block, arguments.rounds)
+    print(table(rows))
+    if arguments.out:
+        about = {
+            "command": " ".join(["bench_codec.py", *sys.argv[1:]]),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "threads": arguments.threads,
+            "elements": arguments.elements,
+            "block_elements": arguments.block,
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

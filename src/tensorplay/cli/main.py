@@ -12,6 +12,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("tensorplay.cli.demo", "train a small GPT on this machine under several hooks, side by side"),
+    "report": ("tensorplay.cli.report", "draw what telemetry recorded as one HTML page"),
     "codecs": ("tensorplay.cli.codecs", "list the codecs and what each of them sends"),
 }
 """Name on the command line -> (module, one line of help)."""

@@ -39,7 +39,7 @@ class Codec(ABC):
     A subclass writes `wire_bytes`, `encode`, `decode`, and `is_finite`; `decode_add` when it can be done faster.
     Rules every codec keeps, each checked by the conformance suite:
 
-    * zeros come back as zeros; `encode` doesn't change `values`;
+    * zeros come back as zeros; `encode` doesn't change `values` (`encode_residual` does);
     * a NaN or infinity anywhere in `values` makes `is_finite` false for the payload;
     * the same input and seed give the same bytes.
     """
@@ -72,6 +72,11 @@ class Codec(ABC):
         values = context.scratch.borrow("codec/decode_add", out.numel(), out.dtype, out.device)
         self.decode(payload, values, context)
         out.add_(values, alpha=factor)
+
+    def encode_residual(self, values: torch.Tensor, payload: torch.Tensor, context: Context) -> None:
+        """Write the payload of `values` and leave in `values` what was not sent: values - decode(payload)."""
+        self.encode(values, payload, context)
+        self.decode_add(payload, values, -1.0, context)
 
     @abstractmethod
     def is_finite(self, payload: torch.Tensor, numel: int, context: Context) -> torch.Tensor:

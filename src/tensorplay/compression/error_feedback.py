@@ -40,15 +40,18 @@ def write_where(condition: Condition, source: torch.Tensor, target: torch.Tensor
 class Port:
     """What an exchange reads a block's values from, and tells what became of them."""
 
-    #: Whether `settle` wants to be told what was sent.
+    #: Whether what was not sent is asked for: then every compressed block is parked, and later settled.
     remembers = False
 
     def load(self, block: Block, out: torch.Tensor) -> None:
         """Write the block's values to `out` (block.numel,), zeros in its gaps."""
         raise NotImplementedError
 
-    def settle(self, block: Block, sent: torch.Tensor, keep: Sequence[Condition], scratch: Scratch) -> None:
-        """Learn that the block's values were sent as `sent`; `keep[i]` says whether slice i's step counts."""
+    def park(self, block: Block, left: torch.Tensor, scratch: Scratch) -> None:
+        """Keep what was not sent of a block until it is known whether the step counts."""
+
+    def settle(self, block: Block, keep: Sequence[Condition]) -> None:
+        """Make what was parked the residual of each slice i for which `keep[i]` is true."""
 
 
 class GradientPort(Port):
@@ -86,6 +89,7 @@ class ErrorFeedback(Port):
 
     def __init__(self, port: GradientPort, residuals: Sequence[torch.Tensor | None]) -> None:
         self._port, self._residuals = port, residuals
+        self._rooms: dict[int, torch.Tensor] = {}  # of blocks that could not be parked in place
 
     def load(self, block: Block, out: torch.Tensor) -> None:
         if not block.compressed:
@@ -102,14 +106,23 @@ class ErrorFeedback(Port):
         for low, high in block.gaps:
             out[low:high].zero_()
 
-    def settle(self, block: Block, sent: torch.Tensor, keep: Sequence[Condition], scratch: Scratch) -> None:
-        if not block.compressed:
+    def park(self, block: Block, left: torch.Tensor, scratch: Scratch) -> None:
+        """In the gradients themselves where they are float32: they have been read, and the result replaces them."""
+        if self._port.values[block.segments[0].index].dtype == torch.float32:
+            self._port.store(block, left)
             return
-        left = scratch.borrow("settle", block.numel, block.dtype, sent.device)
-        self.load(block, left)  # the gradients are still in the bucket: the same sum as was encoded
-        left.sub_(sent)
+        room = scratch.borrow(f"parked/{len(self._rooms)}", block.numel, block.dtype, left.device)
+        room.copy_(left)
+        self._rooms[id(block)] = room
+
+    def settle(self, block: Block, keep: Sequence[Condition]) -> None:
+        room = self._rooms.get(id(block))
         for s in block.segments:
-            write_where(keep[s.index], left[s.at : s.at + s.length], self._residual(s))
+            if room is None:
+                left = self._port.values[s.index][s.start : s.start + s.length]
+            else:
+                left = room[s.at : s.at + s.length]
+            write_where(keep[s.index], left, self._residual(s))
 
     def _residual(self, s: Segment) -> torch.Tensor:
         residual = self._residuals[s.index]
@@ -149,12 +162,12 @@ class OwnerErrorFeedback(Port):
             for s in block.segments:
                 out[s.at : s.at + s.length].add_(self._residual(s))
 
-    def settle(self, block: Block, sent: torch.Tensor, keep: Sequence[Condition], scratch: Scratch) -> None:
-        if not block.compressed:
-            return
-        left = scratch.borrow("settle", block.numel, block.dtype, sent.device)
-        self.load(block, left)
-        left.sub_(sent)
+    def park(self, block: Block, left: torch.Tensor, scratch: Scratch) -> None:
+        """In place of the mean, which has been read."""
+        self._port.mean(block).copy_(left)
+
+    def settle(self, block: Block, keep: Sequence[Condition]) -> None:
+        left = self._port.mean(block)
         for s in block.segments:
             write_where(keep[s.index], left[s.at : s.at + s.length], self._residual(s))
 

@@ -122,9 +122,17 @@ class _Route:
         for block in chunk.blocks:
             values = self.scratch.borrow("block", block.numel, block.dtype, self.device)
             self.port.load(block, values)
-            if self.divides_all or block.codec.divide_first:
+            divides = self.divides_all or block.codec.divide_first
+            if divides:
                 values.mul_(1.0 / self.terms.divisor)
-            block.codec.encode(values, _payload(message, block), self.context(block, self.terms.rank))
+            context = self.context(block, self.terms.rank)
+            if self.port.remembers and block.compressed:
+                block.codec.encode_residual(values, _payload(message, block), context)
+                if divides:
+                    values.mul_(float(self.terms.divisor))
+                self.port.park(block, values, self.scratch)
+            else:
+                block.codec.encode(values, _payload(message, block), context)
 
     def write_header(self, message: torch.Tensor) -> None:
         header = message[: self.unit.header_bytes]
@@ -165,19 +173,13 @@ class _Route:
     def condition(self, finite: torch.Tensor) -> Condition:
         return bool(finite) if self.device.type == "cpu" else finite
 
-    def settle(self, chunk: Chunk, message: torch.Tensor, keep: dict[int, Condition]) -> None:
-        """Tell the port what was sent of a chunk."""
-        if not self.port.remembers:
-            return
-        table = _Table(keep)
-        for block in chunk.blocks:
-            if not block.compressed:
-                continue
-            sent = self.scratch.borrow("sent", block.numel, block.dtype, self.device)
-            block.codec.decode(_payload(message, block), sent, self.context(block, self.terms.rank))
-            if self.divides_all or block.codec.divide_first:
-                sent.mul_(float(self.terms.divisor))
-            self.port.settle(block, sent, table, self.scratch)
+    def settle(self, chunk: Chunk, keep: dict[int, Condition]) -> None:
+        """Let residuals become what was not sent of a chunk, where the step counts."""
+        if self.port.remembers:
+            table = _Table(keep)
+            for block in chunk.blocks:
+                if block.compressed:
+                    self.port.settle(block, table)
 
     def store(
         self, block: Block, result: torch.Tensor, finite: Condition, keep: dict[int, Condition]
@@ -274,20 +276,24 @@ class _TwoShot(_Route):
         for block in self.own.blocks:
             values = self.scratch.borrow("block", block.numel, block.dtype, self.device)
             self.second_port.load(block, values)
-            block.second.encode(values, _second_payload(mine, block), self.context(block, rank))
+            if self.second_port.remembers and block.compressed:
+                block.second.encode_residual(values, _second_payload(mine, block), self.context(block, rank))
+                self.second_port.park(block, values, self.scratch)
+            else:
+                block.second.encode(values, _second_payload(mine, block), self.context(block, rank))
         yield AllToAll(
             lambda peer: mine,
             [None if peer == rank else second[peer] for peer in range(world_size)],
             lambda source: None,
         )
-        self._finish(outbox, second)
+        self._finish(second)
 
     def _inbox(self, name: str, sizes: list[int]) -> list[torch.Tensor]:
         """One view a rank of one buffer; the own view is empty."""
         sizes = [0 if peer == self.terms.rank else size for peer, size in enumerate(sizes)]
         return _split(self.borrow_bytes(name, sum(sizes)), sizes)
 
-    def _finish(self, outbox: list[torch.Tensor], second: list[torch.Tensor]) -> None:
+    def _finish(self, second: list[torch.Tensor]) -> None:
         good = torch.ones((), dtype=torch.bool, device=self.device)
         for owner, chunk in enumerate(self.unit.chunks):
             for block in chunk.blocks:
@@ -297,12 +303,12 @@ class _TwoShot(_Route):
         keep = self.conditions(finite)
         table = _Table(keep)
         for owner, chunk in enumerate(self.unit.chunks):
-            self.settle(chunk, outbox[owner], keep)
+            self.settle(chunk, keep)
             for block in chunk.blocks:
                 result = self.scratch.borrow("block", block.numel, block.dtype, self.device)
                 block.second.decode(_second_payload(second[owner], block), result, self.context(block, owner))
-                if owner == self.terms.rank and self.second_port.remembers:
-                    self.second_port.settle(block, result, table, self.scratch)
+                if owner == self.terms.rank and self.second_port.remembers and block.compressed:
+                    self.second_port.settle(block, table)
                 self.store(block, result, finite, keep)
 
 
@@ -345,7 +351,7 @@ class _Gather(_Route):
                 )
         finite = self.condition(good)
         keep = self.conditions(finite)
-        self.settle(chunk, mine, keep)
+        self.settle(chunk, keep)
         for block in chunk.blocks:
             mean = self.scratch.borrow("block", block.numel, block.dtype, self.device)
             for source, message in enumerate(messages):
@@ -356,7 +362,7 @@ class _Gather(_Route):
 class _Sum(_Route):
     """Payloads that can be added go through an all-reduce; values are divided before they are encoded.
 
-    1. Encode; keep a copy of the payloads for the residuals.
+    1. Encode, the residuals being parked.
     2. All-reduce the payloads, a run a dtype, and the flags.
     3. Check, settle, write.
     """
@@ -368,10 +374,6 @@ class _Sum(_Route):
         chunk = self.unit.chunks[0]
         message = self.borrow_bytes("outbox", chunk.message_bytes)
         self.encode(chunk, message)
-        mine = message
-        if self.port.remembers:
-            mine = self.borrow_bytes("sum/own", chunk.message_bytes)
-            mine.copy_(message)
         flags = self.scratch.borrow("sum/flags", len(self.used), torch.float32, self.device)
         flags.copy_(torch.tensor(self.used, dtype=torch.float32))
         yield AllReduce([*self._runs(chunk, message), flags])
@@ -385,7 +387,7 @@ class _Sum(_Route):
             good &= block.codec.is_finite(_payload(message, block), block.numel, self.context(block, 0))
         finite = self.condition(good)
         keep = self.conditions(finite)
-        self.settle(chunk, mine, keep)
+        self.settle(chunk, keep)
         for block in chunk.blocks:
             result = self.scratch.borrow("block", block.numel, block.dtype, self.device)
             block.codec.decode(_payload(message, block), result, self.context(block, 0))

@@ -9,8 +9,10 @@ When an exchange fails on one rank, that rank writes its error to the store and 
 once and raise the same text. A lane that failed stays closed.
 """
 
+import atexit
 import queue
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -179,10 +181,13 @@ class ThreadLane(Lane):
         )
         self._message = 0
         for number, scratch in enumerate(self._shared.scratches):
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._shared.work, args=(scratch,), name=f"tensorplay-lane-{key}-{number}", daemon=True
-            ).start()
+            )
+            _remember(thread, self._shared.jobs)
+            thread.start()
         self._end = weakref.finalize(self, self._shared.jobs.put, None)
+        self._end.atexit = False  # `_end_workers` does it, and waits
 
     def submit(self, start: Start) -> "torch.futures.Future[BaseException | None]":
         done: torch.futures.Future[BaseException | None] = torch.futures.Future()
@@ -240,6 +245,33 @@ class InlineLane(Lane):
 
     def scratch_bytes(self) -> int:
         return self._scratch.nbytes()
+
+
+_workers: "weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[_Job | None]]" = (
+    weakref.WeakKeyDictionary()
+)
+_END_SECONDS = 5.0
+
+
+def _remember(worker: threading.Thread, jobs: "queue.SimpleQueue[_Job | None]") -> None:
+    if not _workers:
+        atexit.unregister(_end_workers)
+        atexit.register(_end_workers)
+    _workers[worker] = jobs
+
+
+def _end_workers() -> None:
+    """Let the workers end before the interpreter does.
+
+    A worker that drops its lane's group while the interpreter closes would abort the process. One that is waiting for
+    a peer can't end, and does no harm: it is left behind after `_END_SECONDS`.
+    """
+    workers = [(worker, jobs) for worker, jobs in _workers.items() if worker.is_alive()]
+    for _, jobs in workers:
+        jobs.put(None)
+    deadline = time.monotonic() + _END_SECONDS
+    for worker, _ in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
 
 
 _lanes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], Lane]]" = (

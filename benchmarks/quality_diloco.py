@@ -11,7 +11,8 @@ Methods:
     hierarchical:PERIOD            after the same tenth, over 2 ranks every PERIOD steps and over all every 4 x PERIOD
     diloco:PERIOD:CODEC            CODEC "none" or a registered one, its own parameters after "/": topk/0.01
     diloco:PERIOD:CODEC:KEY=VALUE:…
-                                   fragments, overlap, lr and momentum of the outer optimizer (1, 0, 0.7, 0.9)
+                                   fragments, overlap, lr and momentum of the outer optimizer (1, 0, 0.7, 0.9),
+                                   inner: peak rate of the inner one (that of the demo)
 
 All replicas are brought together at the end, and scored. Bytes are what a rank handed to collectives, per step.
 """
@@ -70,6 +71,9 @@ def build(name: str, model: GPT, steps: int) -> Method:
         codec = None if settings[1] == "none" else settings[1].replace("/", ":")
         given = dict(setting.split("=") for setting in settings[2:])
         momentum = float(given.pop("momentum", 0.9))
+        inner_lr = float(given.pop("inner", model.size.learning_rate))
+        for group in inner.param_groups:
+            group["lr"] = inner_lr
         outer = partial(
             torch.optim.SGD, lr=float(given.pop("lr", 0.7)), momentum=momentum, nesterov=momentum > 0
         )
@@ -82,7 +86,7 @@ def build(name: str, model: GPT, steps: int) -> Method:
             overlap_steps=int(given.pop("overlap", 0)),
         )
         if given:
-            raise ValueError(f"diloco knows fragments, overlap, lr and momentum, got {sorted(given)}")
+            raise ValueError(f"diloco knows fragments, overlap, lr, momentum and inner, got {sorted(given)}")
         return Method(model, PostLocalSGDOptimizer(inner, averager), averager.average_now)
     ddp = DistributedDataParallel(model)
     if kind == "allreduce":

@@ -10,6 +10,7 @@ from tensorplay.cli.progress import readable_bytes
 
 __all__ = ["build_page"]
 
+_NOTHING_FROM_ELSEWHERE = "default-src 'none'; style-src 'unsafe-inline'"
 _STYLE = """
 body { margin: 0 auto; max-width: 62rem; padding: 1rem; background: var(--ground); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
@@ -55,6 +56,7 @@ def build_page(report: dict[str, Any]) -> str:
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_NOTHING_FROM_ELSEWHERE}">',
             f"<title>{escape(title)}</title>\n<style>{PLOT_STYLE}{_STYLE}</style>\n</head>\n<body>",
             f"<h1>{escape(title)}</h1>\n<p>{escape(run)}</p>",
             _table(report["hooks"]),

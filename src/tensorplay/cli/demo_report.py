@@ -17,6 +17,8 @@ from tensorplay.cli.progress import readable_bytes
 __all__ = ["LINK_BITS_PER_SECOND", "build_report", "build_table", "least_step_seconds", "table_cells"]
 
 LINK_BITS_PER_SECOND = 1_000_000_000
+"""The link that the least step time is computed for."""
+
 _PLAIN = "allreduce"
 
 
@@ -110,7 +112,7 @@ def table_cells(name: str, result: dict[str, Any]) -> list[str]:
         f"{result['validation_bits_per_byte']:.4f}",
         readable_bytes(result["sent_bytes_per_step"]),
         readable_bytes(result["received_bytes_per_step"]),
-        "sends none" if ratio is None else f"{ratio:.2f} x",
+        "-" if ratio is None else f"{ratio:.2f} x",
         f"{1000 * result['step_seconds']:.0f} ms",
         f"{1000 * result['least_step_seconds_at_1_gbit_computed']:.0f} ms",
     ]
@@ -127,8 +129,10 @@ def build_table(report: dict[str, Any]) -> Table:
         caption=_caption(report),
         box=box.SIMPLE_HEAD,
         caption_justify="left",
+        pad_edge=False,
+        padding=(0, 0, 0, 1),
     )
-    table.add_column("hook", overflow="fold")
+    table.add_column("hook", overflow="fold", min_width=14)
     headings = ["validation\nbits/byte", "sent\na step", "received\na step", "fewer\nbytes"]
     for heading in [*headings, "step\nhere", "least at\n1 Gbit/s*"]:
         table.add_column(heading, justify="right", no_wrap=True)

@@ -78,14 +78,17 @@ def launch_ranks(plan: DemoPlan, plan_path: Path) -> None:
 @contextmanager
 def _as_found() -> Iterator[None]:
     """Keep the launcher's log quiet, and leave signal handlers, variables and log level as they were."""
-    log = logging.getLogger("torch.distributed.elastic")
-    level, handlers = log.level, {number: signal.getsignal(number) for number in _SIGNALS}
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    levels = {name: logging.getLogger(name).level for name in names}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     environment = dict(os.environ)
-    log.setLevel(logging.CRITICAL)
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        log.setLevel(level)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for name in set(os.environ) - set(environment):

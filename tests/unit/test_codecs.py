@@ -288,7 +288,7 @@ class TestRegistry:
             ),
             ("int8:group_size=0", "group_size must be at least 2 and a multiple of 2, got 0"),
             ("int4:group_size=33", "group_size must be .* a multiple of 2, got 33"),
-            ("int2:group_size=6", "group_size must be .* a multiple of 4, got 6"),
+            ("int2:group_size=12", "group_size must be .* a multiple of 8, got 12"),
             ("sign:group_size=4", "group_size must be .* a multiple of 8, got 4"),
             ("uint8:group_size=-1", "group_size must be at least 1, got -1"),
             ("int8:rounding=up", "rounding must be one of nearest, stochastic, got 'up'"),

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tensorplay.compression.bitpack import pack_twos, unpack_twos
+from tensorplay.compression.bitpack import pack_below, unpack_bits
 from tensorplay.compression.grouped import (
     GroupScaled,
     Run,
@@ -50,30 +50,30 @@ class LloydMax2(GroupScaled):
     """Two bits a value: four fixed levels, best for Gaussian values, times a scale a group.
 
         deviation = mean |value| * sqrt(pi / 2)             (the standard deviation, if values are Gaussian)
-        code = number of borders -0.9816, 0, 0.9816 below value / deviation
-        decoded = deviation * (-1.510, -0.453, 0.453, 1.510)[code]
+        decoded = deviation * sign(value) * (0.453 where |value| / deviation < 0.9816, else 1.510)
 
     Squared error on Gaussian values: 0.118 of their energy, where levels spread evenly up to the largest magnitude of
     128 values leave 0.59. The mean magnitude, unlike the mean square, neither overflows nor underflows in float32.
 
     Args:
-        group_size: values that share a scale, a multiple of 4.
+        group_size: values that share a scale, a multiple of 8.
         scale_dtype: of the scales on the wire, "float32" or "bfloat16".
-    Shapes: values (n,) float32, n a multiple of group_size; payload: n / group_size scales, then codes, four a byte.
+    Shapes: values (n,) float32, n a multiple of group_size; payload: n / group_size scales, then, group after group,
+        which values are negative, and which are on an inner level, eight a byte.
     Wire: n / 4 + n / group_size * scale_dtype.itemsize bytes.
-    Raises: ValueError: another scale_dtype; group_size not a multiple of 4, or below 4. Padding zeros shrink the scale
+    Raises: ValueError: another scale_dtype; group_size not a multiple of 8, or below 8. Padding zeros shrink the scale
         of their group; error feedback makes up for it.
     Example:
-        >>> codec = LloydMax2(group_size=4, scale_dtype="float32")
-        >>> codec.decompress(codec.compress(torch.tensor([0.5, -0.5, 1.5, -1.5])), 4)
-        tensor([ 0.5679, -0.5679,  1.8930, -1.8930])
+        >>> codec = LloydMax2(group_size=8, scale_dtype="float32")
+        >>> codec.decompress(codec.compress(torch.tensor([0.5, -0.5, 1.5, -1.5, 0, 2, 2, 0])), 8)
+        tensor([ 0.5679, -0.5679,  1.8930, -1.8930,  0.5679,  1.8930,  1.8930,  0.5679])
 
     Paper: Max 1960, table I, for the levels. Differs: rounded to whole multiples of 0.15104 of the deviation, which
         makes decoding integer arithmetic and adds less than 1e-6 to the error.
     """
 
     def __init__(self, group_size: int = 128, scale_dtype: torch.dtype | str = torch.bfloat16) -> None:
-        check_integer("group_size", group_size, minimum=4, multiple=4)
+        check_integer("group_size", group_size, minimum=8, multiple=8)
         super().__init__(group_size, group_size // 4, scale_dtype)
         self.name = name_with(
             "int2", group_size=(group_size, 128), scale_dtype=(self.scale_dtype, torch.bfloat16)
@@ -83,16 +83,14 @@ class LloydMax2(GroupScaled):
         mean_magnitude(run, _UNIT / _GAUSSIAN_MEAN_MAGNITUDE)
 
     def _quantize(self, run: Run) -> torch.Tensor | None:
-        work, integers = run.table("floats"), run.table("integers", torch.int8)
-        torch.mul(run.values, invert_scales(run, _UNIT / _BORDER), out=work)  # borders lie at -1, 0 and 1
-        integers.copy_(work.floor_().clamp_(-2.0, 1.0))
-        pack_twos(integers, run.codes)
+        magnitudes, half = run.table("floats"), self.group_bytes // 2  # left there by mean_magnitude
+        magnitudes.mul_(invert_scales(run, _UNIT / _BORDER))  # the border lies at 1
+        pack_below(run.values, 0.0, run.codes[:, :half])
+        pack_below(magnitudes, 1.0, run.codes[:, half:])
         return None
 
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
-        """Codes 0, 1, 2, 3 to levels -10, -3, 3, 10: 7 code - 10, less one from 2 upwards."""
-        integers, upper = run.table("integers", torch.int8), run.table("upper", torch.int8)
-        unpack_twos(codes, integers)
-        torch.bitwise_right_shift(integers, 1, out=upper)
-        integers.mul_(7).sub_(upper).sub_(10)
+        half = self.group_bytes // 2
+        integers = unpack_bits(codes[:, :half], -2, 1)  # negative: -1, else 1
+        integers.mul_(unpack_bits(codes[:, half:], -7, 10))  # inner: 3, outer: 10
         levels.copy_(integers)

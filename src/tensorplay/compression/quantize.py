@@ -105,9 +105,10 @@ class SymmetricInteger(GroupScaled):
         if self.bits == 8:
             levels.copy_(codes.view(torch.int8))
         else:
-            integers = run.table("integers", torch.int8)
-            unpack_fours(codes, integers)
-            levels.copy_(integers)
+            groups, half = codes.shape
+            planes = run.table("integers", torch.int8).view(2, groups, half)
+            unpack_fours(codes, planes)
+            levels.view(groups, 2, half).copy_(planes.transpose(0, 1))
 
 
 class AffineUint8(Codec):

@@ -2,7 +2,7 @@
 
 import torch
 
-from tensorplay.compression.bitpack import pack_signs, unpack_signs
+from tensorplay.compression.bitpack import pack_below, unpack_bits
 from tensorplay.compression.grouped import GroupScaled, Run, check_integer, mean_magnitude, name_with
 
 __all__ = ["Sign"]
@@ -44,10 +44,8 @@ class Sign(GroupScaled):
         mean_magnitude(run, 1.0)
 
     def _quantize(self, run: Run) -> torch.Tensor | None:
-        pack_signs(run.values.view(-1), run.codes.view(-1))
+        pack_below(run.values, 0.0, run.codes)
         return None
 
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
-        signs = run.table("integers", torch.int8)
-        unpack_signs(codes.view(-1), signs.view(-1))
-        levels.copy_(signs)
+        levels.copy_(unpack_bits(codes, -2, 1))

@@ -27,7 +27,7 @@ from tensorplay.cli.training import (
     next_byte_loss,
     validation_bits_per_byte,
 )
-from tensorplay.distributed.algorithms.ddp_comm_hooks.register import register_ddp_comm_hook  # (1)
+from tensorplay.distributed.algorithms.ddp_comm_hooks import register_ddp_comm_hook  # (1)
 from tensorplay.nn.parallel import DistributedDataParallel
 
 

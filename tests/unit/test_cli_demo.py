@@ -22,6 +22,7 @@ from tensorplay.cli.hooks import split_hook_names
 from tensorplay.cli.main import COMMANDS, main
 from tensorplay.cli.plot import Axis, Line, line_plot
 from tensorplay.cli.progress import follow_run, readable_bytes
+from tests.unit.test_report import CHROMIUM, browse
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +171,17 @@ def test_without_all_reduce_its_bytes_are_computed_and_named_so(tmp_path: Path) 
     assert "its bytes are computed" in build_page(report)
 
 
+def test_compute_alone_is_never_slower_than_a_step_with_an_exchange(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = [{"event": "corpus", "fingerprint": "abc", "files": 3, "threads": 1}]
+    events.append(
+        {"event": "finished", "hook": "compute alone", "result": {**make_result(0), "step_seconds": 0.3}}
+    )
+    events.append({"event": "finished", "hook": "allreduce", "result": make_result(8000)})
+    report = build_report(make_plan(tmp_path, "allreduce"), events, wall_seconds=1.0)
+    assert (report["compute_alone_seconds"], report["run_without_exchange_seconds"]) == (0.25, 0.3)
+    assert report["hooks"]["allreduce"]["least_step_seconds_at_1_gbit_computed"] == 0.25
+
+
 def test_the_table_fits_a_terminal_of_80_columns_and_says_what_is_computed(tmp_path: Path) -> None:
     report = make_report(tmp_path, {"allreduce": 13_031_424, "diloco:period=20,codec=int4": 99_000})
     console = Console(width=80, record=True, quiet=False, file=open(os.devnull, "w"))  # noqa: SIM115
@@ -228,6 +240,15 @@ def test_the_page_stands_alone_and_draws_a_line_a_hook_twice(tmp_path: Path) -> 
     by_step, by_bytes = parsed.lines[:3], parsed.lines[3:]
     assert [len(line) for line in by_step] == [40, 40, 40]
     assert [len(line) for line in by_bytes] == [40, 40, 0], "no bytes, no place on a logarithmic axis"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome found")
+def test_a_browser_finds_no_fault_with_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(build_page(make_report(tmp_path, {"allreduce": 8000, "noop": 0})))
+    document, log = browse(path, tmp_path / "profile")
+    assert "Loss against bytes" in document
+    assert "CONSOLE" not in log
 
 
 def test_a_plot_puts_points_where_their_values_say() -> None:

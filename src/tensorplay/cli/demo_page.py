@@ -19,6 +19,7 @@ p { margin: .4rem 0; } .quiet { color: var(--quiet); font-size: .9rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th { font-weight: 600; vertical-align: bottom; } th:first-child, td:first-child { text-align: left; }
+section { min-width: 0; }
 .plots { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
 """
 _HEADINGS = (

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from tensorplay.cli.command import UsageError
 from tensorplay.cli.local_sgd import DILOCO, POST_LOCAL_SGD, Attached, Recipe
-from tensorplay.distributed.algorithms.ddp_comm_hooks.register import (
+from tensorplay.distributed.algorithms.ddp_comm_hooks import (
     known_hooks,
     make_hook,
     register_ddp_comm_hook,

@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from tensorplay.cli.command import UsageError
 from tensorplay.compression.registry import make_codec
+from tensorplay.distributed.algorithms.ddp_comm_hooks import register_ddp_comm_hook
 from tensorplay.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
-from tensorplay.distributed.algorithms.ddp_comm_hooks.register import register_ddp_comm_hook
 from tensorplay.distributed.algorithms.model_averaging import DiLoCoAverager, PeriodicModelAverager
 from tensorplay.distributed.optim.post_localSGD_optimizer import PostLocalSGDOptimizer
 

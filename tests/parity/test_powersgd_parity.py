@@ -3,6 +3,7 @@
 import inspect
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -20,7 +21,7 @@ SHAPES = [
     (32,),
     (20, 8, 3, 3),
     (64, 40),
-    (10, 4),
+    (30, 12),
 ]  # all different: both sides then draw in one order
 
 
@@ -50,15 +51,29 @@ class TheirDraws:
 
 
 def gradients(step: int, rank: int) -> list[torch.Tensor]:
-    """A part that all ranks share and that lasts, as in training, and noise."""
+    """A part that all ranks share and that lasts, as in training, and noise that differs.
+
+    The lasting part's singular values fall off. Where they coincide, rounding decides which direction is sent first,
+    and two correct float32 runs part: each is then as far from a float64 run as from the other.
+    """
     lasting, noise = (torch.Generator().manual_seed(seed) for seed in (5, 1000 * step + rank))
-    return [
-        torch.randn(shape, generator=lasting) + 0.5 * torch.randn(shape, generator=noise) for shape in SHAPES
-    ]
+    made = []
+    for shape in SHAPES:
+        rest = torch.Size(shape).numel() // shape[0]
+        k = min(shape[0], rest, 6)
+        left = torch.linalg.qr(torch.randn(shape[0], k, generator=lasting))[0]
+        right = torch.linalg.qr(torch.randn(rest, k, generator=lasting))[0]
+        sizes = 20 * 0.6 ** torch.arange(k)
+        made.append(((left * sizes) @ right.t()).view(shape) + 0.1 * torch.randn(shape, generator=noise))
+    return made
 
 
 def side_by_side(rank: int, world_size: int, options: dict[str, Any]) -> float:
-    low_rank.draw_factor = TheirDraws()  # type: ignore[assignment]
+    with mock.patch.object(low_rank, "draw_factor", TheirDraws()):
+        return compared(rank, options)
+
+
+def compared(rank: int, options: dict[str, Any]) -> float:
     results, stats = [], []
     for module in (theirs, ours):
         ddp = TorchDDP(Given())

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -50,8 +51,8 @@ def make(form: str, **more: Any) -> tuple[Any, PowerSGDState]:
 
 def conform(rank: int, world_size: int, function: Callable[..., Any], form: str, **arguments: Any) -> Any:
     """A function of the conformance suite with a PowerSGD hook."""
-    suite.make_hook = lambda name, state=None: make(name)
-    return function(rank, world_size, name=form, **arguments)
+    with mock.patch.object(suite, "make_hook", lambda name, state=None: make(name)):
+        return function(rank, world_size, name=form, **arguments)
 
 
 @FORM

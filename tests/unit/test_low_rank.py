@@ -159,8 +159,8 @@ def test_both_ways_of_finishing_are_one(layout: str) -> None:
         mine = gradients(MIXED, 3, seed)
         used = [[seed != 1, True, rank == 0, True, True, True, True] for rank in range(3)]
         one, other = (all_equal(r.average(mine, used)) for r in (with_branches, without))
-        torch.testing.assert_close(one, other)
-        torch.testing.assert_close(with_branches.residuals(), without.residuals())
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(with_branches.residuals(), without.residuals(), rtol=1e-3, atol=1e-5)
 
 
 def test_a_low_rank_gradient_is_reproduced() -> None:

@@ -119,10 +119,10 @@ class _LowRank:
     """One exchange of one bucket. Its rounds:
 
     1. At the first step, compare step, seed and plan with the other ranks; on a device this waits for the answer.
-    2. M = g + e, in the bucket's own memory where it is float32 and lies there as a matrix.
-    3. Right factors from memory, orthonormal. Left factors, their flags and what travels uncompressed: all-reduce.
-    4. Left factors orthonormal. Right factors: all-reduce.
-    5. Residuals, right factors and result are written, if all was finite; otherwise only the result: NaN.
+    2. Right factors from memory, orthonormal. Left factors, their flags and what travels uncompressed: all-reduce.
+       Where a float32 gradient lies in the bucket as a matrix, g Q and e Q are summed and M = g + e is not made yet.
+    3. If all was finite, M is made, in the residual's memory. Left factors orthonormal. Right factors: all-reduce.
+    4. Residuals, right factors and result are written, if all was finite; otherwise only the result: NaN.
     """
 
     def __init__(
@@ -157,6 +157,9 @@ class _LowRank:
         if not self.together:
             self.plain = self.borrow("tail", plan.plain_elements, self.plain_dtype)
         self.matrices: list[torch.Tensor] = []
+        #: Factorisation -> gradient, where the matrix is the residual's memory and the gradient not yet added.
+        self.apart: dict[int, torch.Tensor] = {}
+        self.keep: dict[int, Condition] = {}
 
     def borrow(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self.scratch.borrow(f"low_rank/{name}", numel, dtype, self.device)
@@ -189,6 +192,7 @@ class _LowRank:
         self._store_plain(finite)
         if not plan.factorisations:
             return
+        self._decide(finite)
 
         scales = self._scales() if self.right_dtype == torch.float16 else None
         orthogonalize_factors(self.left, plan.left_classes, self.terms.epsilon, self.branch_free)
@@ -199,6 +203,7 @@ class _LowRank:
         good = good & is_bounded(self.right)
         finite = self._condition(good)
         if finite is False:
+            self._undo()
             self.bucket.buffer.fill_(float("nan"))
             return
         self._settle(finite)
@@ -220,14 +225,17 @@ class _LowRank:
     def _load_matrices(self) -> None:
         in_scratch: torch.Tensor | None = None
         slices = self.bucket.slices
-        for item in self.plan.factorisations:
+        for number, item in enumerate(self.plan.factorisations):
             first = slices[item.members[0]].values
             shape = (item.batch, item.rows, item.columns)
             if len(item.members) == 1 and first.dtype == torch.float32 and first.numel() == item.numel:
                 matrix = first.view(shape)
                 residual = self.memories[item.members[0]].get("residual")
-                if residual is not None:
+                if residual is not None and self.branch_free:
                     first.add_(residual)
+                elif residual is not None:
+                    self.apart[number] = matrix
+                    matrix = residual.view(shape)
             else:
                 if in_scratch is None:
                     in_scratch = self.borrow("matrices", self.plan.matrix_elements)
@@ -253,8 +261,11 @@ class _LowRank:
 
     def _make_first(self) -> None:
         factor = 1.0 / self.terms.divisor
-        for item, matrix in zip(self.plan.factorisations, self.matrices, strict=True):
-            multiply(item.right(self.right), matrix.mT, item.left(self.left))
+        for number, (item, matrix) in enumerate(zip(self.plan.factorisations, self.matrices, strict=True)):
+            left, right = item.left(self.left), item.right(self.right)
+            multiply(right, matrix.mT, left)
+            if number in self.apart:
+                left[0].addmm_(right[0], self.apart[number][0].t())
         self.left.mul_(factor)
         if self.plan.members:
             used = [float(self.terms.used[index]) for index in self.plan.members]
@@ -319,13 +330,28 @@ class _LowRank:
     def _condition(self, good: torch.Tensor) -> Condition:
         return good if self.branch_free else bool(good)
 
-    def _settle(self, finite: Condition) -> None:
-        keep: dict[int, Condition] = {}
+    def _decide(self, finite: Condition) -> None:
+        """Which parameters' steps count: those that some rank used. Their gradients join the residuals now."""
+        members = self.plan.members
         if isinstance(finite, torch.Tensor):
-            keep = {index: finite & (self.flags[at] > 0) for at, index in enumerate(self.plan.members)}
-        else:
-            counts = self.flags.tolist()
-            keep = {index: counts[at] > 0 for at, index in enumerate(self.plan.members)}
+            self.keep = {index: finite & (self.flags[at] > 0) for at, index in enumerate(members)}
+            return
+        counts = self.flags.tolist()
+        self.keep = {index: counts[at] > 0 for at, index in enumerate(members)}
+        for number, gradient in self.apart.items():
+            if self.keep[self.plan.factorisations[number].members[0]]:
+                self.matrices[number].add_(gradient)
+
+    def _undo(self) -> None:
+        """Take the gradients out of the residuals again, to rounding; only for values near the end of float32."""
+        for number, gradient in self.apart.items():
+            if self.keep[self.plan.factorisations[number].members[0]]:
+                self.matrices[number].sub_(gradient)
+
+    def _settle(self, finite: Condition) -> None:
+        keep = self.keep
+        if isinstance(finite, torch.Tensor):
+            keep = {index: finite & condition for index, condition in keep.items()}
         for item, matrix in zip(self.plan.factorisations, self.matrices, strict=True):
             if item.rows_each:
                 for at, index in enumerate(item.members):
@@ -352,7 +378,9 @@ class _LowRank:
             return
         share = self.terms.divisor / self.terms.world_size
         if residual is not None:
-            if keep is True:
+            if own.data_ptr() == residual.data_ptr():
+                own.addmm_(left, right, alpha=-share)
+            elif keep is True:
                 torch.addmm(own, left, right, alpha=-share, out=residual.view(own.shape))
             else:
                 write_where(keep, torch.addmm(own, left, right, alpha=-share), residual.view(own.shape))

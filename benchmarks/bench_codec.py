@@ -11,8 +11,9 @@ Columns, each the time of `copy_` over the time of what it names, so larger is f
     decode      payloads to a float32 gradient
     add         payloads times 1/2 added to a float32 gradient
 
-The gradient is worked through in blocks, as exchanges do. Within a round everything runs once, right after a `copy_` of
-its own; a figure is the best of all rounds over the best `copy_`, and the median of the ratios within rounds.
+The gradient is worked through in blocks, as exchanges do; each block is timed. Within a round everything runs once,
+right after a `copy_` of its own. A figure takes each block's best of all rounds, for the codec and for its `copy_`, so that
+other work on the machine disturbs it little; in brackets is the median of the ratios within rounds.
 """
 
 import argparse
@@ -22,7 +23,6 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,76 +83,80 @@ class Bench:
         values = self.values[: block.stop - block.start]
         return torch.add(self.gradient[block], self.residual[block], out=values)
 
-    def copy(self) -> None:
-        self.result.copy_(self.gradient)
+    def copy(self, block: slice, payload: torch.Tensor) -> None:
+        self.result[block].copy_(self.gradient[block])
 
-    def feedback(self) -> None:
-        for block, payload in zip(self.blocks, self.payloads, strict=True):
-            values = self.load(block)
-            self.codec.encode_residual(values, payload, self.context)
-            self.residual[block].copy_(values)
+    def feedback(self, block: slice, payload: torch.Tensor) -> None:
+        values = self.load(block)
+        self.codec.encode_residual(values, payload, self.context)
+        self.residual[block].copy_(values)
 
-    def park(self) -> None:
-        for block, payload in zip(self.blocks, self.payloads, strict=True):
-            values = self.load(block)
-            self.codec.encode_residual(values, payload, self.context)
-            self.room[block].copy_(
-                values
-            )  # the gradient's own memory in an exchange; here it is needed again
-        for block in self.blocks:
-            self.residual[block].copy_(self.room[block])
+    def park(self, block: slice, payload: torch.Tensor) -> None:
+        values = self.load(block)
+        self.codec.encode_residual(values, payload, self.context)
+        self.room[block].copy_(values)  # the gradient's own memory in an exchange; here it is needed again
 
-    def encode(self) -> None:
-        for block, payload in zip(self.blocks, self.payloads, strict=True):
-            self.codec.encode(self.gradient[block], payload, self.context)
+    def settle(self, block: slice, payload: torch.Tensor) -> None:
+        self.residual[block].copy_(self.room[block])
 
-    def decode(self) -> None:
-        for block, payload in zip(self.blocks, self.payloads, strict=True):
-            self.codec.decode(payload, self.result[block], self.context)
+    def encode(self, block: slice, payload: torch.Tensor) -> None:
+        self.codec.encode(self.gradient[block], payload, self.context)
 
-    def add(self) -> None:
-        for block, payload in zip(self.blocks, self.payloads, strict=True):
-            self.codec.decode_add(payload, self.result[block], 0.5, self.context)
+    def decode(self, block: slice, payload: torch.Tensor) -> None:
+        self.codec.decode(payload, self.result[block], self.context)
 
-    def task(self, column: str) -> Callable[[], None]:
-        tasks = {"feedback": self.feedback, "parked": self.park, "encode": self.encode, "decode": self.decode}
-        return tasks.get(column, self.add)
+    def add(self, block: slice, payload: torch.Tensor) -> None:
+        self.codec.decode_add(payload, self.result[block], 0.5, self.context)
+
+    def seconds(self, column: str) -> list[float]:
+        """Seconds a block, of one pass over the gradient."""
+        tasks = {
+            "copy": [self.copy],
+            "feedback": [self.feedback],
+            "parked": [self.park, self.settle],
+            "encode": [self.encode],
+            "decode": [self.decode],
+            "add": [self.add],
+        }
+        total = [0.0] * len(self.blocks)
+        for task in tasks[column]:
+            for index, (block, payload) in enumerate(zip(self.blocks, self.payloads, strict=True)):
+                start = time.perf_counter()
+                task(block, payload)
+                total[index] += time.perf_counter() - start
+        return total
 
 
-def seconds(task: Callable[[], None]) -> float:
-    """Time of a task: of this thread alone, where it works alone, so that waiting for a core doesn't count."""
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    start = clock()
-    task()
-    return clock() - start
+def best(passes: list[list[float]]) -> float:
+    """Seconds of a pass none of whose blocks was disturbed: each block's best, summed."""
+    return float(sum(min(block) for block in zip(*passes, strict=True)))
 
 
 def measure(specs: list[str], elements: int, block_elements: int, rounds: int) -> list[dict[str, Any]]:
     """A row a codec: name, bits, and for each column the best and the median ratio and GB/s of float32."""
     benches = {spec: Bench(make_codec(spec), elements, block_elements) for spec in specs}
-    copies: dict[str, list[float]] = {spec: [] for spec in specs}
-    times: dict[tuple[str, str], list[float]] = {(spec, column): [] for spec in specs for column in COLUMNS}
+    copies: dict[str, list[list[float]]] = {spec: [] for spec in specs}
+    times: dict[tuple[str, str], list[list[float]]] = {(spec, name): [] for spec in specs for name in COLUMNS}
     ratios: dict[tuple[str, str], list[float]] = {key: [] for key in times}
     for turn in range(rounds + 1):
         for spec, bench in benches.items():
             for column in COLUMNS:
-                copy_seconds = seconds(bench.copy)
-                task_seconds = seconds(bench.task(column))
+                copy, task = bench.seconds("copy"), bench.seconds(column)
                 if turn:  # the first round allocates and warms up
-                    copies[spec].append(copy_seconds)
-                    times[spec, column].append(task_seconds)
-                    ratios[spec, column].append(copy_seconds / task_seconds)
-    copy_seconds = min(min(values) for values in copies.values())
+                    copies[spec].append(copy)
+                    times[spec, column].append(task)
+                    ratios[spec, column].append(sum(copy) / sum(task))
     rows = []
     for spec, bench in benches.items():
+        copy_seconds = best(copies[spec])
         row: dict[str, Any] = {"codec": spec, "bits": bench.codec.wire_bytes(bench.numel) * 8 / bench.numel}
         row["copy_gb_per_second"] = 4e-9 * bench.numel / copy_seconds
         for column in COLUMNS:
-            best = min(times[spec, column])
+            task_seconds = best(times[spec, column])
             row[column] = {
-                "best": copy_seconds / best,
+                "best": copy_seconds / task_seconds,
                 "median": statistics.median(ratios[spec, column]),
-                "gb_per_second": 4e-9 * bench.numel / best,
+                "gb_per_second": 4e-9 * bench.numel / task_seconds,
                 "goal": GOALS.get(spec, {}).get(column),
             }
         rows.append(row)

@@ -15,9 +15,9 @@ from tensorplay.compression.bucket import GradientSlice
 
 __all__ = ["LAYOUTS", "Factorisation", "LowRankPlan", "Rule", "matrix_shape", "plan_low_rank"]
 
-#: layer: a matrix a parameter. batched: the same, those of one shape multiplied together. same_shape: the rows of all
-#: parameters of one shape make one matrix. bucket: the whole bucket is one square matrix, padded with zeros.
 LAYOUTS = ("layer", "batched", "same_shape", "bucket")
+"""layer: a matrix a parameter. batched: the same, those of one shape multiplied together. same_shape: the rows of all
+parameters of one shape make one matrix. bucket: the whole bucket is one square matrix, padded with zeros."""
 
 
 def matrix_shape(shape: Sequence[int], stride: Sequence[int] | None, numel: int) -> tuple[int, int]:

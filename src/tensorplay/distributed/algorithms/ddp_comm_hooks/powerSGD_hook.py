@@ -105,6 +105,11 @@ class PowerSGDState(LowRankState):
         """Steps so far."""
         return self.iteration
 
+    def maybe_increase_iter(self, bucket: GradBucket) -> None:
+        """Count a step if `bucket` is a pass's last; for hooks of your own, the hooks here do it themselves."""
+        if bucket.is_last():
+            self._pass_ended()
+
     def compression_stats(self) -> tuple[float, int, int]:
         """(before / after, before, after): values exchanged by PowerSGD so far, and values sent for them.
 

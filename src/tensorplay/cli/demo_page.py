@@ -83,7 +83,7 @@ def _reading(report: dict[str, Any]) -> str:
         "Bytes are counted where tensors enter collectives. Step time here is measured on this machine, "
         "whose ranks share memory: fewer bytes save little time here. The least step at 1 Gbit/s is computed, "
         f"not measured: the larger of compute alone ({1000 * report['compute_alone_seconds']:.0f} ms, measured "
-        "without any exchange) and bytes / rate, that is with perfect overlap and free encoding."
+        "here) and bytes / rate, that is with perfect overlap and free encoding."
     )
     if report["allreduce_bytes_source"] != "measured":
         text += f" All-reduce did not take part; its bytes are {report['allreduce_bytes_source']}."

@@ -1,6 +1,8 @@
 """The conformance suite over every registered hook. A new hook joins by being registered."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from tests.conformance import suite
 from tests.conformance.suite import CELLS, Cell
 
 HOOKS = suite.hook_names()
+#: The same machinery as another hook, with another number in it.
+RELATIVES = {"batched_power_sgd_rank2", "bf16", "fp16", "fp32", "fp8_e5m2", "power_sgd_rank2", "uint8"}
 #: No error feedback: each step's result is the mean to the hook's own grain.
 STATELESS = {
     "allreduce": 1e-6,
@@ -23,20 +27,28 @@ STATELESS = {
 }
 
 
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+def matrix(settings: Sequence[Any], short: Sequence[int]) -> list[Any]:
+    """Every hook with every setting; relatives of another hook run those at `short`, and the others in the soak."""
+    return [
+        pytest.param(name, setting, marks=[pytest.mark.soak] if name in RELATIVES and at not in short else [])
+        for name in HOOKS
+        for at, setting in enumerate(settings)
+    ]
+
+
+@pytest.mark.parametrize(("name", "cell"), matrix(CELLS, short=[1, 3]), ids=str)
 def test_replicas_stay_equal(name: str, cell: Cell) -> None:
     run_ranks(partial(suite.train, name=name, cell=cell, steps=20), cell.world_size)
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_two_hundred_steps(name: str) -> None:
-    run_ranks(partial(suite.train, name=name, cell=Cell(3, many_buckets=True), steps=200), 3)
+@pytest.mark.parametrize(("name", "steps"), matrix([200], short=[]))
+def test_two_hundred_steps(name: str, steps: int) -> None:
+    run_ranks(partial(suite.train, name=name, cell=Cell(3, many_buckets=True), steps=steps), 3)
 
 
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize(("world_size", "many_buckets"), [(2, False), (3, True), (4, False)])
-def test_nothing_is_lost(name: str, world_size: int, many_buckets: bool) -> None:
+@pytest.mark.parametrize(("name", "setting"), matrix([(2, False), (3, True)], short=[1]))
+def test_nothing_is_lost(name: str, setting: tuple[int, bool]) -> None:
+    world_size, many_buckets = setting
     worst = run_ranks(partial(suite.account, name=name, many_buckets=many_buckets, steps=50), world_size)
     assert max(worst) < STATELESS.get(name, 1e-5)
 

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import tensorplay as tp
+from tensorplay.compression import low_rank_state
 from tensorplay.compression.collective import traffic
+from tensorplay.compression.driver import lane_for
 from tensorplay.distributed.algorithms import Join
 from tensorplay.distributed.algorithms.ddp_comm_hooks import register_ddp_comm_hook
 from tensorplay.distributed.algorithms.ddp_comm_hooks.default_hooks import (
@@ -481,6 +483,33 @@ def logged(rank: int, world_size: int) -> list[str]:
 def test_statistics_are_logged_as_often_as_asked() -> None:
     lines = run_ranks(logged, 1)[0]
     assert [line.split(":")[0] for line in lines] == [f"PowerSGD at step {step}" for step in (0, 2, 4)]
+
+
+def as_on_a_device(rank: int, world_size: int, form: str) -> None:
+    """The exchange in the caller's thread on the group itself, without branches on values: a device's route, on CPU."""
+    results = []
+    for inline in (False, True):
+        ddp = DDP(Net(), bucket_cap_mb=0.001)
+        hook, state = make(form)
+        terms = low_rank_state.LowRankTerms
+        if inline:
+            group = state.process_group
+            state.lane = lambda bucket: lane_for(group, "inline", bucket.buffer.device, inline=True)  # noqa: B023
+            terms = partial(terms, branch_free=True)
+        ddp.register_comm_hook(state, hook)
+        with mock.patch.object(low_rank_state, "LowRankTerms", terms):
+            for step in range(4):
+                ddp.zero_grad()
+                ddp(batch(rank, step, torch.float32)).square().mean().backward()
+        results.append([p.grad.clone() for p in ddp.parameters() if p.grad is not None])
+        same_everywhere(results[-1], "gradients")
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+@FORM
+def test_the_route_of_devices(form: str) -> None:
+    run_ranks(partial(as_on_a_device, form=form), 2)
 
 
 def wrong_state(rank: int, world_size: int) -> None:

@@ -21,7 +21,7 @@ import torch
 from tensorplay.compression.agreement import require_equal, tell_all
 from tensorplay.compression.bucket import Bucket
 from tensorplay.compression.codec import all_finite
-from tensorplay.compression.error_feedback import Condition, write_where
+from tensorplay.compression.error_feedback import Condition
 from tensorplay.compression.low_rank_factors import (
     draw_factor,
     is_bounded,
@@ -31,6 +31,7 @@ from tensorplay.compression.low_rank_factors import (
     store_right,
 )
 from tensorplay.compression.low_rank_plan import Factorisation, LowRankPlan
+from tensorplay.compression.low_rank_result import Settled
 from tensorplay.compression.memory import Tensors
 from tensorplay.compression.rounds import AllReduce, Exchange, Round, Scratch
 
@@ -223,36 +224,46 @@ class _LowRank:
     # Before the rounds ----------------------------------------------------------------------------------------
 
     def _load_matrices(self) -> None:
-        in_scratch: torch.Tensor | None = None
-        slices = self.bucket.slices
+        scratch = self.borrow(
+            "matrices", sum(item.numel for item in self.plan.factorisations if not self._in_place(item))
+        )
+        at = 0
         for number, item in enumerate(self.plan.factorisations):
-            first = slices[item.members[0]].values
             shape = (item.batch, item.rows, item.columns)
-            if len(item.members) == 1 and first.dtype == torch.float32 and first.numel() == item.numel:
-                matrix = first.view(shape)
-                residual = self.memories[item.members[0]].get("residual")
+            if self._in_place(item):
+                index = item.members[0]
+                matrix = self.bucket.slices[index].values.view(shape)
+                residual = self.memories[index].get("residual")
                 if residual is not None and self.branch_free:
-                    first.add_(residual)
+                    matrix.add_(residual.view(shape))
                 elif residual is not None:
                     self.apart[number] = matrix
                     matrix = residual.view(shape)
             else:
-                if in_scratch is None:
-                    in_scratch = self.borrow("matrices", self.plan.matrix_elements)
-                flat = in_scratch[item.offset : item.offset + item.numel]
-                end = 0
-                for index, start in zip(item.members, item.starts, strict=True):
-                    values, residual = slices[index].values, self.memories[index].get("residual")
-                    end = start + values.numel()
-                    if residual is not None and values.dtype == torch.float32:
-                        torch.add(values, residual, out=flat[start:end])
-                    else:
-                        flat[start:end].copy_(values)
-                        if residual is not None:
-                            flat[start:end].add_(residual)
-                flat[end:].zero_()
+                flat = scratch[at : at + item.numel]
+                at += item.numel
+                self._gather(item, flat)
                 matrix = flat.view(shape)
             self.matrices.append(matrix)
+
+    def _in_place(self, item: Factorisation) -> bool:
+        """Whether the matrix is the bucket's own memory."""
+        values = self.bucket.slices[item.members[0]].values
+        return len(item.members) == 1 and values.dtype == torch.float32 and values.numel() == item.numel
+
+    def _gather(self, item: Factorisation, flat: torch.Tensor) -> None:
+        """Write g + e of all members behind each other, zeros after them."""
+        end = 0
+        for index, start in zip(item.members, item.starts, strict=True):
+            values, residual = self.bucket.slices[index].values, self.memories[index].get("residual")
+            end = start + values.numel()
+            if residual is not None and values.dtype == torch.float32:
+                torch.add(values, residual, out=flat[start:end])
+            else:
+                flat[start:end].copy_(values)
+                if residual is not None:
+                    flat[start:end].add_(residual)
+        flat[end:].zero_()
 
     def _draw(self, number: int, shape: tuple[int, int]) -> torch.Tensor:
         return draw_factor(self.terms.seed, self.terms.step, (self.bucket.index, number), shape)
@@ -349,76 +360,13 @@ class _LowRank:
                 self.matrices[number].sub_(gradient)
 
     def _settle(self, finite: Condition) -> None:
-        keep = self.keep
+        settled = Settled(self.terms.divisor / self.terms.world_size, finite, self.keep)
         if isinstance(finite, torch.Tensor):
-            keep = {index: finite & condition for index, condition in keep.items()}
+            settled.keep = {index: finite & condition for index, condition in self.keep.items()}
         for item, matrix in zip(self.plan.factorisations, self.matrices, strict=True):
-            if item.rows_each:
-                for at, index in enumerate(item.members):
-                    self._settle_rows(item, matrix, at, keep[index], finite)
-            else:
-                self._settle_flat(item, matrix, keep, finite)
+            left, right = item.left(self.left), item.right(self.right)
+            values = [self.bucket.slices[index].values for index in item.members]
+            residuals = [self.memories[index].get("residual") for index in item.members]
+            settled.write(item, matrix, left, right, values, residuals)
             if self.terms.warm_start:
-                store_right(item, self.memories, item.right(self.right), keep)
-
-    def _settle_rows(
-        self, item: Factorisation, matrix: torch.Tensor, at: int, keep: Condition, finite: Condition
-    ) -> None:
-        """Residual and result of a member that is whole rows of its matrix."""
-        index, rows = item.members[at], item.rows_each
-        left, right = item.left(self.left), item.right(self.right)
-        if item.is_shared:
-            part = slice(at * rows, (at + 1) * rows)
-            left, right, own = left[0, :, part].t(), right[0], matrix[0, part]
-        else:
-            left, right, own = left[at].t(), right[at], matrix[at]
-        values, residual = self.bucket.slices[index].values, self.memories[index].get("residual")
-        if keep is False:
-            values.zero_()
-            return
-        share = self.terms.divisor / self.terms.world_size
-        if residual is not None:
-            if own.data_ptr() == residual.data_ptr():
-                own.addmm_(left, right, alpha=-share)
-            elif keep is True:
-                torch.addmm(own, left, right, alpha=-share, out=residual.view(own.shape))
-            else:
-                write_where(keep, torch.addmm(own, left, right, alpha=-share), residual.view(own.shape))
-        out = values.view(own.shape) if values.dtype == torch.float32 else own
-        torch.mm(left, right, out=out)
-        self._finish(values, out.view(-1), keep, finite)
-
-    def _settle_flat(
-        self, item: Factorisation, matrix: torch.Tensor, keep: dict[int, Condition], finite: Condition
-    ) -> None:
-        """Residuals and results of members that begin and end within a row."""
-        share = self.terms.divisor / self.terms.world_size
-        flat = matrix.view(-1)
-        parts = []
-        for index, start in zip(item.members, item.starts, strict=True):
-            values = self.bucket.slices[index].values
-            parts.append((index, values, flat[start : start + values.numel()]))
-        for index, _, part in parts:
-            residual = self.memories[index].get("residual")
-            if residual is not None:
-                write_where(keep[index], part, residual)
-        torch.mm(item.left(self.left)[0].t(), item.right(self.right)[0], out=matrix[0])
-        for index, values, part in parts:
-            residual = self.memories[index].get("residual")
-            if residual is not None:
-                if isinstance(finite, torch.Tensor):
-                    write_where(keep[index], residual - part * share, residual)
-                elif keep[index]:
-                    residual.sub_(part, alpha=share)
-            if keep[index] is False:
-                values.zero_()
-            else:
-                self._finish(values, part, keep[index], finite)
-
-    def _finish(self, values: torch.Tensor, result: torch.Tensor, keep: Condition, finite: Condition) -> None:
-        """Write a result to the bucket; without branches, zero where no rank used the parameter, NaN on overflow."""
-        if isinstance(finite, torch.Tensor):
-            instead = torch.where(finite, 0.0, float("nan"))
-            result = torch.where(torch.as_tensor(keep, device=self.device), result, instead)
-        if result.data_ptr() != values.data_ptr():
-            values.copy_(result)
+                store_right(item, self.memories, right, settled.keep)

@@ -70,7 +70,6 @@ class Factorisation:
     Args:
         members: slices, whose values lie behind each other in the matrices; `starts` says where.
         rows_each: rows of a member; 0 where members don't begin and end with a row.
-        offset: of the matrices in scratch; only used where they are not the bucket's own memory.
         left_offset, right_offset: of the factors, stored transposed: (batch, rank, rows) and (batch, rank, columns).
     """
 
@@ -81,7 +80,6 @@ class Factorisation:
     columns: int
     rank: int
     rows_each: int
-    offset: int = 0
     left_offset: int = 0
     right_offset: int = 0
 
@@ -113,7 +111,7 @@ class LowRankPlan:
     Args:
         plain: slices that travel uncompressed. left_elements, right_elements: of all factors.
         left_classes, right_classes: (offset, count, rank, length) of neighbouring factors of one shape.
-        matrix_elements: of all matrices. elements: of the bucket. members: all slices that are factorised.
+        elements: of the bucket. members: all slices that are factorised.
         fingerprint: equal for equal plans.
     """
 
@@ -122,7 +120,6 @@ class LowRankPlan:
     plain_elements: int
     left_elements: int
     right_elements: int
-    matrix_elements: int
     left_classes: tuple[tuple[int, int, int, int], ...]
     right_classes: tuple[tuple[int, int, int, int], ...]
     elements: int
@@ -182,17 +179,14 @@ def _place(drafts: list[Factorisation], plain: tuple[int, ...], sizes: Sequence[
     lefts, left_classes, left_elements = _stack([(d.batch, d.rank, d.rows) for d in drafts])
     rights, right_classes, right_elements = _stack([(d.batch, d.rank, d.columns) for d in drafts])
     placed = []
-    offset = 0
     for draft, left, right in zip(drafts, lefts, rights, strict=True):
-        placed.append(replace(draft, offset=offset, left_offset=left, right_offset=right))
-        offset += draft.numel
+        placed.append(replace(draft, left_offset=left, right_offset=right))
     return LowRankPlan(
         factorisations=tuple(placed),
         plain=plain,
         plain_elements=sum(sizes[index] for index in plain),
         left_elements=left_elements,
         right_elements=right_elements,
-        matrix_elements=offset,
         left_classes=left_classes,
         right_classes=right_classes,
         elements=sum(sizes),

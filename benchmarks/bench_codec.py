@@ -4,16 +4,16 @@
 
 Columns, each the time of `copy_` over the time of what it names, so larger is faster:
 
-    feedback    encode with error feedback: values = gradient + residual, encode, residual = values - decode(payload)
+    feedback    encode with error feedback: residual += gradient, encode it, residual -= decode(payload)
     parked      the same as exchanges do it, which may not touch the residual before all ranks are known to be finite:
-                what was not sent is written where the gradient was, and later from there to the residual
+                gradient += residual, encode it, gradient -= decode(payload); later residual = gradient
     encode      encoding alone
     decode      payloads to a float32 gradient
     add         payloads times 1/2 added to a float32 gradient
 
 The gradient is worked through in blocks, as exchanges do; each block is timed. Within a round everything runs once,
-right after a `copy_` of its own. A figure takes each block's best of all rounds, for the codec and for its `copy_`, so that
-other work on the machine disturbs it little; in brackets is the median of the ratios within rounds.
+right after a `copy_` of its own. A figure takes each block's best of all rounds, for the codec and for its `copy_`, so
+that other work on the machine disturbs it little; in brackets is the median of the ratios within rounds.
 """
 
 import argparse
@@ -68,36 +68,31 @@ class Bench:
         generator = torch.Generator().manual_seed(0)
         self.codec, self.context = codec, Context(seed=1)
         self.numel = codec.padded(elements)
-        self.gradient = torch.randn(self.numel, generator=generator) * 1e-3
-        self.residual = torch.randn(self.numel, generator=generator) * 1e-5
-        self.result, self.room = torch.zeros(self.numel), torch.zeros(self.numel)
+        self.original = torch.randn(self.numel, generator=generator) * 1e-3
+        self.gradient, self.residual = self.original.clone(), self.original * 1e-2
+        self.result = torch.zeros(self.numel)
         step = block_elements // codec.group_size * codec.group_size
         self.blocks = [slice(at, min(at + step, self.numel)) for at in range(0, self.numel, step)]
         self.payloads = [
             torch.empty(codec.wire_bytes(block.stop - block.start), dtype=torch.uint8)
             for block in self.blocks
         ]
-        self.values = torch.zeros(step)
-
-    def load(self, block: slice) -> torch.Tensor:
-        values = self.values[: block.stop - block.start]
-        return torch.add(self.gradient[block], self.residual[block], out=values)
 
     def copy(self, block: slice, payload: torch.Tensor) -> None:
         self.result[block].copy_(self.gradient[block])
 
     def feedback(self, block: slice, payload: torch.Tensor) -> None:
-        values = self.load(block)
-        self.codec.encode_residual(values, payload, self.context)
-        self.residual[block].copy_(values)
+        residual = self.residual[block]
+        residual.add_(self.gradient[block])
+        self.codec.encode_residual(residual, payload, self.context)
 
     def park(self, block: slice, payload: torch.Tensor) -> None:
-        values = self.load(block)
-        self.codec.encode_residual(values, payload, self.context)
-        self.room[block].copy_(values)  # the gradient's own memory in an exchange; here it is needed again
+        gradient = self.gradient[block]
+        gradient.add_(self.residual[block])
+        self.codec.encode_residual(gradient, payload, self.context)
 
     def settle(self, block: slice, payload: torch.Tensor) -> None:
-        self.residual[block].copy_(self.room[block])
+        self.residual[block].copy_(self.gradient[block])
 
     def encode(self, block: slice, payload: torch.Tensor) -> None:
         self.codec.encode(self.gradient[block], payload, self.context)
@@ -118,6 +113,8 @@ class Bench:
             "decode": [self.decode],
             "add": [self.add],
         }
+        self.gradient.copy_(self.original)
+        self.residual.copy_(self.original).mul_(1e-2)
         total = [0.0] * len(self.blocks)
         for task in tasks[column]:
             for index, (block, payload) in enumerate(zip(self.blocks, self.payloads, strict=True)):

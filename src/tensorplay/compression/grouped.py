@@ -31,11 +31,12 @@ __all__ = [
     "name_with",
 ]
 
-#: Elements of a run: half a megabyte, so that a run and its temporaries fit a second-level cache.
 RUN_ELEMENTS = 1 << 17
-#: Scales are at least this where they divide, so that their inverse is finite: smaller values are lost.
+"""Elements of a run: half a megabyte, so that a run and its temporaries fit a second-level cache."""
 SMALLEST_SCALE = 2.0**-120
+"""Scales are at least this where they divide, so that their inverse is finite: smaller values are lost."""
 ROUNDINGS = ("nearest", "stochastic")
+"""What `rounding` may be."""
 
 
 def check_integer(name: str, value: object, minimum: int, multiple: int = 1) -> int:
@@ -303,7 +304,7 @@ def mean_magnitude(run: Run, factor: float) -> None:
 
 
 def invert_scales(run: Run, factor: float = 1.0) -> torch.Tensor:
-    """factor / scale as a column (groups, 1), finite where a scale is zero."""
+    """factor / scale as a column (groups, 1); scales smaller than SMALLEST_SCALE count as that."""
     inverse, xp = run.inverse_array, run.xp
     at_least(SMALLEST_SCALE, run.scales_array, inverse, xp)
     xp.reciprocal(inverse, out=inverse)

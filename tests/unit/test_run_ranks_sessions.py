@@ -105,6 +105,11 @@ def written_process_ids(folder: Path, count: int, seconds: float = 60.0) -> list
     raise AssertionError(f"{count} ranks should have started within {seconds:g} s")
 
 
+def heed_interrupts() -> None:
+    """A shell starts what runs in its background with interrupts ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def started(folder: Path, source: str, *arguments: str) -> "subprocess.Popen[str]":
     (folder / "script.py").write_text(source)
     return subprocess.Popen(
@@ -113,6 +118,7 @@ def started(folder: Path, source: str, *arguments: str) -> "subprocess.Popen[str
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_interrupts,
     )
 
 
@@ -175,11 +181,17 @@ def test_an_interrupt_ends_the_ranks_and_the_next_call_works() -> None:
     before = run_ranks(process_id, 2)
     main = threading.main_thread().ident
     assert main is not None
-    timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(sleeping, 2)
-    timer.join()
+    previous = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored where pytest runs in the background
+    try:
+        timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(sleeping, 2)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert wait_until_gone(before) == []
     assert not set(before) & set(run_ranks(process_id, 2))
 

@@ -295,9 +295,11 @@ class LaneChannel:
         """Tell the peers what failed here, then close, and leave them a moment to read it."""
         peers = [f"read/{peer}" for peer in self._peers()]
         try:
-            self._store.compare_set("verdict", "", text)
+            verdict = self._store.compare_set("verdict", "", text)
             self.close()
-            if peers:
+            if (
+                peers and verdict == text.encode()
+            ):  # somebody else's failure came first otherwise, and is being read
                 self._store.wait(peers, timedelta(seconds=min(5.0, self._timeout.total_seconds())))
         except (RuntimeError, dist.DistError):
             self.close()  # the store's host is gone: nobody is left to tell

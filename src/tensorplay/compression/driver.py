@@ -286,7 +286,9 @@ def _next_generation(group: dist.ProcessGroup, key: str) -> int:
     return int(group_store(group).add(counter, 1))
 
 
-def lane_for(group: dist.ProcessGroup, key: str, device: torch.device, inline: bool = False) -> Lane:
+def lane_for(
+    group: dist.ProcessGroup, key: str, device: torch.device, inline: bool = False, workers: int = 2
+) -> Lane:
     """Return the lane of `group` for `key`, making it when it is the first call.
 
     Args:
@@ -294,12 +296,13 @@ def lane_for(group: dist.ProcessGroup, key: str, device: torch.device, inline: b
         key: names the user of the lane, equal on all ranks. Users that share a key must submit in one order.
         device: where the tensors are. CPU tensors get a `ThreadLane`, others an `InlineLane`.
         inline: run CPU exchanges in the caller's thread on the group itself.
+        workers: exchanges of a `ThreadLane` that run side by side; the first call decides.
     """
     kind = "inline" if inline or device.type != "cpu" else "thread"
     with _lanes_lock:
         lanes = _lanes.setdefault(group, {})
         lane = lanes.get((key, kind))
         if lane is None:
-            lane = InlineLane(group, device) if kind == "inline" else ThreadLane(group, key)
+            lane = InlineLane(group, device) if kind == "inline" else ThreadLane(group, key, workers)
             lanes[key, kind] = lane
         return lane

@@ -7,12 +7,27 @@ import torch
 from tensorplay.compression.driver import Lane
 from tensorplay.compression.rounds import AllToAll, Exchange, Scratch
 
-__all__ = ["PARAMETERS_KEY", "FlatParts", "chunks_by_size", "parameter_round", "share_parameters"]
+__all__ = [
+    "PARAMETERS_KEY",
+    "PIECE_BYTES",
+    "WORKERS",
+    "FlatParts",
+    "borrow",
+    "chunks_by_size",
+    "in_turns",
+    "parameter_round",
+    "share_parameters",
+]
 
 PARAMETERS_KEY = "zero"
 """Lane of every exchange of the sharded optimizers of a group."""
 
-CHUNK_BYTES = 16 << 20
+WORKERS = 4
+"""Exchanges side by side: pieces that few ranks own leave links idle, which others then use."""
+
+PIECE_BYTES = 8 << 20
+"""Size of what travels in one exchange: small enough to keep scratch small, large enough to hide latency."""
+
 _ALIGNMENT_BYTES = 16
 
 
@@ -35,8 +50,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def chunks_by_size(parameters: Sequence[torch.Tensor], chunk_bytes: int = CHUNK_BYTES) -> list[list[int]]:
-    """Cut the parameters, in order, into runs of about `chunk_bytes`; returns their indexes."""
+def chunks_by_size(parameters: Sequence[torch.Tensor], chunk_bytes: int | None = None) -> list[list[int]]:
+    """Cut the parameters, in order, into runs of about `chunk_bytes` (`PIECE_BYTES`); returns their indexes."""
+    chunk_bytes = chunk_bytes or PIECE_BYTES
     chunks: list[list[int]] = []
     filled = chunk_bytes
     for index, parameter in enumerate(parameters):
@@ -46,6 +62,27 @@ def chunks_by_size(parameters: Sequence[torch.Tensor], chunk_bytes: int = CHUNK_
         chunks[-1].append(index)
         filled += _size_bytes(parameter)
     return chunks
+
+
+def in_turns(owners: Sequence[int]) -> list[int]:
+    """Order items so that every run of them has all owners: each owner's first item, each one's second, …
+
+    Example:
+        >>> in_turns([0, 0, 0, 1, 1])
+        [0, 3, 1, 4, 2]
+    """
+    seen: dict[int, int] = {}
+    turns = []
+    for owner in owners:
+        turns.append(seen.get(owner, 0))
+        seen[owner] = turns[-1] + 1
+    return sorted(range(len(owners)), key=lambda item: (turns[item], owners[item]))
+
+
+def borrow(scratch: Scratch, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Borrow bytes and see them as another dtype: all rounds of these exchanges, of any dtype, use the same memory."""
+    size_bytes = numel * dtype.itemsize
+    return scratch.borrow(f"zero/{name}", size_bytes, torch.uint8, device).view(dtype)
 
 
 class _Message:
@@ -94,7 +131,7 @@ def parameter_round(
             torch.autograd.graph.increment_version(message.parameters[0])
             receives.append(message.direct())
         else:
-            receives.append(scratch.borrow(f"parameters/{source}", message.size_bytes, torch.uint8, device))
+            receives.append(borrow(scratch, f"from/{source}", message.size_bytes, torch.uint8, device))
     outgoing: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -105,7 +142,7 @@ def parameter_round(
             if own.is_direct:
                 outgoing.append(own.direct())
             else:
-                room = scratch.borrow("parameters/own", own.size_bytes, torch.uint8, device)
+                room = borrow(scratch, "own", own.size_bytes, torch.uint8, device)
                 for place, parameter in zip(own.places(room), own.parameters, strict=True):
                     place.copy_(parameter)
                 outgoing.append(room)
@@ -122,11 +159,9 @@ def parameter_round(
 
 
 def share_parameters(lane: Lane, parts: Sequence[Sequence[torch.Tensor]], device: torch.device) -> None:
-    """Give every rank the owners' parameters and wait for it, in pieces of about `CHUNK_BYTES`."""
-    entries = [(owner, parameter) for owner, part in enumerate(parts) for parameter in part]
-    # Rank by rank, one parameter each: a piece then keeps every link busy.
-    turn = {id(parameter): place for part in parts for place, parameter in enumerate(part)}
-    entries.sort(key=lambda entry: (turn[id(entry[1])], entry[0]))
+    """Give every rank the owners' parameters and wait for it, in pieces of about `PIECE_BYTES`."""
+    flat = [(owner, parameter) for owner, part in enumerate(parts) for parameter in part]
+    entries = [flat[place] for place in in_turns([owner for owner, _ in flat])]
 
     def exchange(chosen: list[tuple[int, torch.Tensor]], scratch: Scratch) -> Exchange:
         split: list[list[torch.Tensor]] = [[] for _ in parts]

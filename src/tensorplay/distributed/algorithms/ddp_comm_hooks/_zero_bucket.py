@@ -1,4 +1,4 @@
-"""One bucket on its way through a hook that also makes the optimizer's updates."""
+"""A piece of a bucket on its way through a hook that also makes the optimizer's updates."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ import torch
 
 from tensorplay.compression.bucket import Bucket, GradBucket, GradientSlice, read_bucket
 from tensorplay.compression.rounds import AllToAll, Scratch
+from tensorplay.distributed.optim._zero_exchange import borrow, chunks_by_size, in_turns
 from tensorplay.distributed.optim._zero_shards import Shards
 
 __all__ = ["BucketWork", "after_gradients_are_written", "after_last_node", "gradient_round", "used_round"]
@@ -17,14 +18,14 @@ Segment = tuple[int, int]
 
 @dataclass
 class BucketWork:
-    """A bucket, who updates its parameters, and what has become of it.
+    """Parameters of one bucket that travel together, who updates them, and what has become of it.
 
     Args:
-        read: DDP's bucket. places: for each parameter the optimizer has, its number and its segment of the buffer.
+        read: DDP's bucket. places: for each parameter, its number and its segment of the buffer.
         owners: number -> rank, as of this step. moves: those whose state has yet to go to their new owner.
         used: whether this rank used the parameters, in the order of `places`; then whether any rank did.
         gradient: the wrapped hook's future. result: the averaged gradient, flat or sparse.
-        arrived: done when the parameters have arrived.
+        arrived: done when the parameters have arrived. is_whole: nothing else is in the bucket.
     """
 
     read: Bucket
@@ -43,8 +44,8 @@ class BucketWork:
         shards: Shards,
         one_owner: Callable[[int], int] | None,
         take_used: Callable[[Sequence[torch.Tensor]], list[bool]] | None,
-    ) -> "BucketWork":
-        """Read DDP's bucket.
+    ) -> list["BucketWork"]:
+        """Read DDP's bucket and cut it, at parameter borders, into pieces of about `PIECE_BYTES`.
 
         Args:
             one_owner: bytes of the bucket's parameters -> the rank that gets them all; None: the optimizer's partition.
@@ -70,16 +71,25 @@ class BucketWork:
         else:
             owner = one_owner(sum(p.numel() * p.element_size() for p in known))
             owners = {number: owner for number, _ in places}
+        used = None if take_used is None else take_used(known)
         devices: Any = [read.buffer.device] if read.buffer.device.type != "cpu" else None
-        return BucketWork(
-            read=read,
-            places=places,
-            owners=owners,
-            moves={n: owner for n, owner in owners.items() if shards.owners[n] != owner},
-            used=None if take_used is None else take_used(known),
-            arrived=torch.futures.Future(devices=devices),
-            is_whole=len(places) == len(parameters),
-        )
+        turns = in_turns([owners[number] for number, _ in places])
+        works = []
+        for piece in chunks_by_size([known[place] for place in turns]) or [[]]:
+            chosen = sorted(turns[place] for place in piece)
+            mine = {number: owners[number] for number, _ in (places[place] for place in chosen)}
+            works.append(
+                BucketWork(
+                    read=read,
+                    places=[places[place] for place in chosen],
+                    owners=mine,
+                    moves={n: owner for n, owner in mine.items() if shards.owners[n] != owner},
+                    used=None if used is None else [used[place] for place in chosen],
+                    arrived=torch.futures.Future(devices=devices),
+                    is_whole=len(chosen) == len(parameters),
+                )
+            )
+        return works
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +104,7 @@ class BucketWork:
         return parts
 
     def segments(self, world_size: int) -> list[list[Segment]]:
-        """By owner, the segments of the buffer; neighbours are merged."""
+        """By owner, the segments of the buffer, in order; neighbours are merged."""
         found: list[list[Segment]] = [[] for _ in range(world_size)]
         for number, (start, stop) in self.places:
             mine = found[self.owners[number]]
@@ -172,15 +182,17 @@ def gradient_round(
     own = segments[rank]
     dtype = wire_dtype or buffer.dtype
     wide = torch.float32 if buffer.dtype in (torch.float16, torch.bfloat16) else buffer.dtype
-    total = scratch.borrow("gradients/total", counts[rank], wide, buffer.device)
+    total = borrow(scratch, "total", counts[rank], wide, buffer.device)
     receives = [
         None
         if source == rank or not counts[rank]
-        else scratch.borrow(f"gradients/from/{source}", counts[rank], dtype, buffer.device)
+        else borrow(scratch, f"from/{source}", counts[rank], dtype, buffer.device)
         for source in range(world_size)
     ]
     if wire_dtype is not None:
-        buffer.mul_(share)
+        for part in segments:
+            for start, stop in part:
+                buffer[start:stop].mul_(share)
 
     def pack(part: Sequence[Segment], room: torch.Tensor) -> torch.Tensor:
         filled = 0
@@ -195,22 +207,20 @@ def gradient_round(
         if len(segments[peer]) == 1 and dtype == buffer.dtype:
             start, stop = segments[peer][0]
             return buffer[start:stop]
-        return pack(
-            segments[peer], scratch.borrow(f"gradients/to/{peer}", counts[peer], dtype, buffer.device)
-        )
+        return pack(segments[peer], borrow(scratch, f"to/{peer}", counts[peer], dtype, buffer.device))
 
     def consume(source: int) -> None:
         if not counts[rank]:
             return
         values = receives[source]
         if values is None:
-            values = pack(own, scratch.borrow("gradients/own", counts[rank], dtype, buffer.device))
+            values = pack(own, borrow(scratch, "own", counts[rank], dtype, buffer.device))
         if source == 0:
             total.copy_(values)
         elif values.dtype == wide:
             total.add_(values)
         else:
-            term = scratch.borrow("gradients/term", counts[rank], wide, buffer.device)
+            term = borrow(scratch, "term", counts[rank], wide, buffer.device)
             total.add_(term.copy_(values))
         if source == world_size - 1:
             if wire_dtype is None:

@@ -181,40 +181,47 @@ class ZeroStep:
             self._begin()
         step = self._pass
         assert step is not None
-        work = BucketWork.of(
+        pieces = BucketWork.of(
             bucket,
             self._shards,
             None if options.shard_buckets else self._next_owner,
             self._memory.take_used if self._use_differs() else None,
         )
-        step.works.append(work)
-        lane = self._zero.lane(work.device)
-        if not (options.reduce_scatter and not work.read.is_sparse):
+        read = pieces[0].read
+        lane = self._zero.lane(pieces[0].device)
+        gradient: torch.futures.Future[Any] | None = None
+        if not options.reduce_scatter or read.is_sparse:
             try:
-                work.gradient = as_future(self._hook(state, bucket))
+                gradient = as_future(self._hook(state, bucket))
             except BaseException as error:
                 lane.fail(error)
                 raise
-        share = 1.0 / divisor(self._zero.process_group)
-        at_once = not options.needs_all_gradients
-        sends = at_once and options.interleaved
-        gathered = Stage()
-        step.stages.append(gathered)
-        done = lane.submit(
-            lambda scratch: gathered.run(self._gather(work, lane, scratch, share, at_once, sends))
-        )
-        if work.read.is_last and options.reduce_scatter:
-            after_gradients_are_written(lambda: self._drop_foreign_gradients(step))
-        if work.read.is_last:
+        waits = [self._submit(step, work, gradient, lane) for work in pieces]
+        if read.is_last:
             self._pass = None
-        if sends:
-            return done.then(lambda done: self._arrived(work, done))
-        if work.read.is_last:
+            if options.reduce_scatter:
+                after_gradients_are_written(lambda: self._drop_foreign_gradients(step))
             if options.update == "after_backward":
                 after_last_node(lambda: self._finish(step))
-            else:
+            elif not self._sends_at_once:
                 self._finish(step)
-        return work.arrived.then(lambda done: self._arrived(work, done))
+        return torch.futures.collect_all(waits).then(lambda futures: _result(pieces, futures.value()))
+
+    @property
+    def _sends_at_once(self) -> bool:
+        return self._options.interleaved and not self._options.needs_all_gradients
+
+    def _submit(
+        self, step: _Pass, work: BucketWork, gradient: "torch.futures.Future[Any] | None", lane: Lane
+    ) -> Done:
+        """Start a piece; returns what is done when its parameters have arrived."""
+        work.gradient = gradient
+        share = 1.0 / divisor(self._zero.process_group)
+        gathered = Stage()
+        step.works.append(work)
+        step.stages.append(gathered)
+        done = lane.submit(lambda scratch: gathered.run(self._gather(work, lane, scratch, share)))
+        return done if self._sends_at_once else work.arrived
 
     def _begin(self) -> None:
         scaler = self._options.grad_scaler
@@ -230,9 +237,7 @@ class ZeroStep:
         loads[owner] += size_bytes
         return owner
 
-    def _gather(
-        self, work: BucketWork, lane: Lane, scratch: Scratch, share: float, updates: bool, sends: bool
-    ) -> Exchange:
+    def _gather(self, work: BucketWork, lane: Lane, scratch: Scratch, share: float) -> Exchange:
         """Steps 1 to 3 of the class, and 4 and 5 where they need no other bucket."""
         if work.used is not None:
             yield used_round(work, lane.rank, lane.world_size)
@@ -242,20 +247,11 @@ class ZeroStep:
             yield gradient_round(work, lane.rank, lane.world_size, scratch, self._options.wire_dtype, share)
             work.result = work.read.buffer
         else:
-            work.result = _result_of(work)
-        if updates:
+            work.result = _wait_for_gradient(work)
+        if not self._options.needs_all_gradients:
             self._shards.step_with(dict(work.gradients(self._shards, lane.rank)), at_once=False)
-        if sends:
+        if self._sends_at_once:
             yield parameter_round(work.parts(self._shards), lane.rank, scratch, work.device)
-
-    def _arrived(self, work: BucketWork, done: Done) -> torch.Tensor:
-        error = done.value()
-        if error is not None:
-            raise error
-        assert work.result is not None
-        result = work.result
-        work.release()
-        return result
 
     # After the last bucket ------------------------------------------------------------------------------------------
 
@@ -327,7 +323,20 @@ def _inspection(hook_step: "weakref.ref[ZeroStep]") -> Callable[[Any, Any, Any],
     return look
 
 
-def _result_of(work: BucketWork) -> torch.Tensor:
+def _result(pieces: Sequence[BucketWork], done: Sequence[Done]) -> torch.Tensor:
+    """The bucket's averaged gradient, once all its pieces are done; raises what ended one."""
+    for future in done:
+        error = future.value()
+        if error is not None:
+            raise error
+    result = pieces[0].result
+    assert result is not None
+    for work in pieces:
+        work.release()
+    return result
+
+
+def _wait_for_gradient(work: BucketWork) -> torch.Tensor:
     """Wait for the wrapped hook's gradient; runs in the lane, never in a callback."""
     assert work.gradient is not None
     value = work.gradient.wait()

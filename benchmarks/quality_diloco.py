@@ -105,7 +105,7 @@ def build(name: str, model: GPT, steps: int) -> Method:
     return Method(ddp, PostLocalSGDOptimizer(inner, averager), averager.average_now)
 
 
-def train(name: str, corpus: Corpus, size: str, steps: int, seed: int) -> dict[str, Any]:
+def train(name: str, corpus: Corpus, size: str, steps: int, batch_size: int, seed: int) -> dict[str, Any]:
     """Train under one method; returns its row."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = GPT(SIZES[size], seed)
@@ -117,7 +117,7 @@ def train(name: str, corpus: Corpus, size: str, steps: int, seed: int) -> dict[s
         for group, peak in zip(method.optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * learning_rate_fraction(step, steps)
         inputs, targets = corpus.training_batch(
-            step, seed, rank, world_size, model.size.batch_size, model.size.context_bytes
+            step, seed, rank, world_size, batch_size, model.size.context_bytes
         )
         method.optimizer.zero_grad()
         next_byte_loss(method.module, inputs, targets).backward()
@@ -133,6 +133,7 @@ def train(name: str, corpus: Corpus, size: str, steps: int, seed: int) -> dict[s
         "method": name,
         "size": size,
         "steps": steps,
+        "batch_size": batch_size,
         "seed": seed,
         "ranks": world_size,
         "parameters": flat.numel(),
@@ -152,22 +153,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--size", choices=sorted(SIZES), default="small")
+    parser.add_argument("--batch-size", type=int, help="windows a rank and step; the size's own if not given")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     corpus = load_corpus()
     rows: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
+    batch_size = options.batch_size or SIZES[options.size].batch_size
     settings = {
         "size": options.size,
         "steps": options.steps,
+        "batch_size": batch_size,
         "seed": options.seed,
         "ranks": dist.get_world_size(),
     }
     for name in options.methods:
         if any({**row, **settings, "method": name} == row for row in rows):
             continue
-        rows.append(train(name, corpus, options.size, options.steps, options.seed))
+        rows.append(train(name, corpus, options.size, options.steps, batch_size, options.seed))
         if dist.get_rank() == 0:
             options.out.write_text(json.dumps(rows, indent=1) + "\n")
             print(json.dumps(rows[-1]), flush=True)

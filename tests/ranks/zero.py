@@ -56,6 +56,12 @@ def net(width: int = 24) -> nn.Sequential:
     )
 
 
+def linear() -> nn.Module:
+    """Two parameters, fewer than ranks."""
+    torch.manual_seed(3)
+    return nn.Linear(6, 1)
+
+
 def batch(rank: int, step: int, rows: int = 4, width: int = 6) -> torch.Tensor:
     """Different on every rank and step."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * rank + step))
@@ -110,3 +116,17 @@ def largest_difference(ones: Iterable[torch.Tensor], others: Iterable[torch.Tens
         if not torch.equal(one, other):
             largest = max(largest, float((one - other).detach().abs().max()), 1e-30)
     return largest
+
+
+def equal_at_every_step(rank: int, world_size: int, cells: list[dict[str, Any]], steps: int) -> int:
+    """Check parameters and gradients of each cell, bit for bit, at every step; returns how many steps that was."""
+    checked = 0
+    for cell in cells:
+        pair = Pair(**cell)
+        for step in range(steps):
+            pair.step(batch(rank, step))
+            assert pair.difference() == 0.0, (cell, step)
+            gradients = zip(pair.plain.parameters(), pair.ddp.parameters(), strict=True)
+            assert all(torch.equal(one.grad, other.grad) for one, other in gradients), (cell, step)
+            checked += 1
+    return checked

@@ -1,10 +1,8 @@
 """The optimizer's step made within a communication hook, bucket by bucket."""
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,82 +21,21 @@ from tensorplay.distributed.algorithms.ddp_comm_hooks._zero_bucket import (
 )
 from tensorplay.distributed.algorithms.ddp_comm_hooks._zero_hazard import late_reads
 from tensorplay.distributed.algorithms.ddp_comm_hooks._zero_norms import prepare_gradients
+from tensorplay.distributed.algorithms.ddp_comm_hooks._zero_pass import (
+    Done,
+    Pass,
+    Stage,
+    ZeroOptions,
+    bucket_result,
+    wait_for_gradient,
+)
 from tensorplay.distributed.optim._zero_exchange import parameter_round
 from tensorplay.distributed.optim._zero_state import move_states
 from tensorplay.distributed.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
-__all__ = ["Update", "ZeroOptions", "ZeroStep"]
-
-Update = Literal["in_backward", "after_backward"]
-Done = torch.futures.Future[BaseException | None]
+__all__ = ["ZeroStep"]
 
 _INSPECTED_FORWARDS = 2
-
-
-@dataclass(frozen=True)
-class ZeroOptions:
-    """How the hook works.
-
-    Args:
-        interleaved: parameters travel bucket by bucket, not after the last gradient.
-        shard_buckets: owners by the optimizer's partition; False: one owner a bucket.
-        update: when parameters change. reduce_scatter: gradients go to their owner only, in `wire_dtype`.
-        max_grad_norm, grad_scaler: clip; unscale and skip.
-    """
-
-    interleaved: bool
-    shard_buckets: bool
-    update: Update
-    reduce_scatter: bool
-    wire_dtype: torch.dtype | None
-    max_grad_norm: float | None
-    grad_scaler: torch.amp.GradScaler | None
-
-    @property
-    def needs_all_gradients(self) -> bool:
-        """Whether updates wait for the last bucket."""
-        return (
-            self.update == "after_backward" or self.max_grad_norm is not None or self.grad_scaler is not None
-        )
-
-
-class Stage:
-    """Part of a step that later exchanges of the same lane wait for.
-
-    They wait here and not for the exchange's future, which is done only after the lane has closed: and a lane that
-    closes waits for what is running.
-    """
-
-    def __init__(self) -> None:
-        self._over = threading.Event()
-        self._failure: BaseException | None = None
-
-    def run(self, exchange: Exchange) -> Exchange:
-        """The exchange, remembering how it ended."""
-        try:
-            yield from exchange
-        except BaseException as error:
-            self._failure = error
-            raise
-        finally:
-            self._over.set()
-
-    def wait(self) -> None:
-        """Wait for an exchange that was submitted earlier, so is running or over; raise what it raised."""
-        self._over.wait()
-        if self._failure is not None:
-            raise self._failure
-
-
-@dataclass
-class _Pass:
-    """One backward: its buckets so far, the bytes each rank updates, and whether the step was skipped."""
-
-    scale: float | None
-    works: list[BucketWork] = field(default_factory=list)
-    stages: list[Stage] = field(default_factory=list)
-    loads: list[int] = field(default_factory=list)
-    skipped: bool = False
 
 
 class ZeroStep:
@@ -125,7 +62,7 @@ class ZeroStep:
         self._hook, self._zero, self._options = hook, zero, options
         self._ddp = weakref.ref(ddp)
         self._shards = zero.shards
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._memory = ParameterMemory()
         self._forwards = 0
         if self._use_differs():
@@ -205,14 +142,14 @@ class ZeroStep:
                 after_last_node(lambda: self._finish(step))
             elif not self._sends_at_once:
                 self._finish(step)
-        return torch.futures.collect_all(waits).then(lambda futures: _result(pieces, futures.value()))
+        return torch.futures.collect_all(waits).then(lambda futures: bucket_result(pieces, futures.value()))
 
     @property
     def _sends_at_once(self) -> bool:
         return self._options.interleaved and not self._options.needs_all_gradients
 
     def _submit(
-        self, step: _Pass, work: BucketWork, gradient: "torch.futures.Future[Any] | None", lane: Lane
+        self, step: Pass, work: BucketWork, gradient: "torch.futures.Future[Any] | None", lane: Lane
     ) -> Done:
         """Start a piece; returns what is done when its parameters have arrived."""
         work.gradient = gradient
@@ -226,7 +163,7 @@ class ZeroStep:
     def _begin(self) -> None:
         scaler = self._options.grad_scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
-        self._pass = _Pass(scale, loads=[0] * self._shards.world_size)
+        self._pass = Pass(scale, loads=[0] * self._shards.world_size)
         self._zero.updates_begin()
 
     def _next_owner(self, size_bytes: int) -> int:
@@ -247,7 +184,7 @@ class ZeroStep:
             yield gradient_round(work, lane.rank, lane.world_size, scratch, self._options.wire_dtype, share)
             work.result = work.read.buffer
         else:
-            work.result = _wait_for_gradient(work)
+            work.result = wait_for_gradient(work)
         if not self._options.needs_all_gradients:
             self._shards.step_with(dict(work.gradients(self._shards, lane.rank)), at_once=False)
         if self._sends_at_once:
@@ -255,7 +192,7 @@ class ZeroStep:
 
     # After the last bucket ------------------------------------------------------------------------------------------
 
-    def _finish(self, step: _Pass) -> None:
+    def _finish(self, step: Pass) -> None:
         """Make the updates that needed every gradient, and send parameters bucket by bucket."""
         ready = step.stages
         if self._options.needs_all_gradients:
@@ -268,7 +205,7 @@ class ZeroStep:
             sent = lane.submit(_sending(self._shards, step, work, ready, lane.rank))
             sent.then(_passing_on(work.arrived))
 
-    def _update_all(self, step: _Pass) -> Exchange:
+    def _update_all(self, step: Pass) -> Exchange:
         for gathered in step.stages:
             gathered.wait()
         options, shards = self._options, self._shards
@@ -289,7 +226,7 @@ class ZeroStep:
             gradients.update(work.gradients(shards, shards.rank))
         shards.step_with(gradients, at_once=True)
 
-    def _drop_foreign_gradients(self, step: _Pass) -> None:
+    def _drop_foreign_gradients(self, step: Pass) -> None:
         """Leave no `.grad` that is not an average; GradScaler must still find what made it skip, on every rank."""
         shards = self._shards
         mine = []
@@ -323,33 +260,8 @@ def _inspection(hook_step: "weakref.ref[ZeroStep]") -> Callable[[Any, Any, Any],
     return look
 
 
-def _result(pieces: Sequence[BucketWork], done: Sequence[Done]) -> torch.Tensor:
-    """The bucket's averaged gradient, once all its pieces are done; raises what ended one."""
-    for future in done:
-        error = future.value()
-        if error is not None:
-            raise error
-    result = pieces[0].result
-    assert result is not None
-    for work in pieces:
-        work.release()
-    return result
-
-
-def _wait_for_gradient(work: BucketWork) -> torch.Tensor:
-    """Wait for the wrapped hook's gradient; runs in the lane, never in a callback."""
-    assert work.gradient is not None
-    value = work.gradient.wait()
-    tensor: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
-    if tensor.layout == torch.strided:
-        tensor = tensor.view(-1).to(work.read.buffer.dtype)
-    if tensor.device.type != "cpu":
-        tensor.record_stream(torch.accelerator.current_stream(work.device))
-    return tensor
-
-
 def _sending(
-    shards: Any, step: _Pass, work: BucketWork, ready: Sequence[Stage], rank: int
+    shards: Any, step: Pass, work: BucketWork, ready: Sequence[Stage], rank: int
 ) -> Callable[[Scratch], Exchange]:
     def exchange(scratch: Scratch) -> Exchange:
         for stage in ready:

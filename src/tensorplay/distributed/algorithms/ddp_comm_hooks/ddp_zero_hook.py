@@ -20,7 +20,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundan
 from tensorplay.compression.bucket import GradBucket
 from tensorplay.distributed.algorithms.ddp_comm_hooks import default_hooks
 from tensorplay.distributed.algorithms.ddp_comm_hooks._protocol import HookFunction, describe, takes_group
-from tensorplay.distributed.algorithms.ddp_comm_hooks._zero_step import Update, ZeroOptions, ZeroStep
+from tensorplay.distributed.algorithms.ddp_comm_hooks._zero_pass import Update, ZeroOptions
+from tensorplay.distributed.algorithms.ddp_comm_hooks._zero_step import ZeroStep
 from tensorplay.distributed.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]

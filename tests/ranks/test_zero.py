@@ -63,6 +63,7 @@ def test_equal_to_the_whole_optimizer_at_every_step(world_size: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_equal_to_the_whole_optimizer_in_every_cell(world_size: int) -> None:
     updates = ("in_backward", "after_backward")

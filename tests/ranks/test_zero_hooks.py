@@ -234,6 +234,34 @@ def test_unused_parameters_in_a_static_graph(interleaved: bool) -> None:
     assert run_ranks(partial(_unused_in_a_static_graph, interleaved=interleaved), 2) == [[0.0] * 4] * 2
 
 
+def _uneven_and_unused(rank: int, world_size: int, interleaved: bool) -> float:
+    """Rank 0 runs out first; only the others use the right branch."""
+    pair = Pair(
+        Branches,
+        "momentum",
+        interleaved,
+        ddp={"find_unused_parameters": True, **MANY_BUCKETS},
+        shard_buckets=True,
+    )
+    branches = ["left", "left", "right", "left", "right"]
+    for step, branch in enumerate(branches):
+        pair.optimizer.zero_grad()
+        loss = pair.plain(batch(rank, step), branch).pow(2).sum()
+        (loss * (1.0 if rank or step < 2 else 0.0)).backward()
+        pair.optimizer.step()
+    with Join([pair.ddp, pair.zero]):
+        for step in range(5 if rank else 2):
+            pair.zero.zero_grad()
+            pair.ddp(batch(rank, step), branches[step]).pow(2).sum().backward()
+            pair.zero.step()
+    return pair.difference()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_uneven_inputs_with_unused_parameters(interleaved: bool) -> None:
+    assert max(run_ranks(partial(_uneven_and_unused, interleaved=interleaved), 2)) <= 1e-6
+
+
 # Modules that backward meets twice
 
 

@@ -320,7 +320,8 @@ class ZeroRedundancyOptimizer(torch_optim.ZeroRedundancyOptimizer):
         """
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         self.shards.load(state_dict)
         self.state = self.optim.state
         self._forget_consolidated()

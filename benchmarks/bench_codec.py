@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from tensorplay.compression.codec import Codec, Context
+from tensorplay.compression.grouped import GroupScaled
 from tensorplay.compression.plan import BLOCK_ELEMENTS
 from tensorplay.compression.registry import make_codec
 
@@ -81,15 +82,18 @@ class Bench:
     def copy(self, block: slice, payload: torch.Tensor) -> None:
         self.result[block].copy_(self.gradient[block])
 
+    def encode_sum(self, values: torch.Tensor, addend: torch.Tensor, payload: torch.Tensor) -> None:
+        """values += addend, encode, values -= decode(payload)."""
+        if isinstance(self.codec, GroupScaled):
+            self.codec.encode_residual(values, payload, self.context, addend)
+        else:
+            self.codec.encode_residual(values.add_(addend), payload, self.context)
+
     def feedback(self, block: slice, payload: torch.Tensor) -> None:
-        residual = self.residual[block]
-        residual.add_(self.gradient[block])
-        self.codec.encode_residual(residual, payload, self.context)
+        self.encode_sum(self.residual[block], self.gradient[block], payload)
 
     def park(self, block: slice, payload: torch.Tensor) -> None:
-        gradient = self.gradient[block]
-        gradient.add_(self.residual[block])
-        self.codec.encode_residual(gradient, payload, self.context)
+        self.encode_sum(self.gradient[block], self.residual[block], payload)
 
     def settle(self, block: slice, payload: torch.Tensor) -> None:
         self.residual[block].copy_(self.gradient[block])

@@ -149,10 +149,9 @@ def test_decode_add_adds_what_decode_gives(spec: str, dtype: torch.dtype) -> Non
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in VARIANTS if isinstance(make_codec(spec), GroupScaled)])
+@every_codec
 def test_encode_residual_leaves_what_was_not_sent(spec: str) -> None:
     codec, context = make_codec(spec), Context(seed=3, rank=1)
-    assert isinstance(codec, GroupScaled)
     values = normal(codec.padded(140_000))
     payload = torch.empty(codec.wire_bytes(len(values)), dtype=torch.uint8)
     left = values.clone()
@@ -160,6 +159,21 @@ def test_encode_residual_leaves_what_was_not_sent(spec: str) -> None:
     assert torch.equal(payload, codec.compress(values, context))
     codec.decode_add(payload, values, -1.0, context)
     assert torch.equal(left, values)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in VARIANTS if isinstance(make_codec(spec), GroupScaled)])
+def test_encode_residual_of_a_sum(spec: str) -> None:
+    codec, context = make_codec(spec), Context(seed=3, rank=1)
+    assert isinstance(codec, GroupScaled)
+    values, addend = normal(codec.padded(140_000)), normal(codec.padded(140_000), 1)
+    before = addend.clone()
+    left, total = values.clone(), values + addend
+    payloads = [torch.empty(codec.wire_bytes(len(values)), dtype=torch.uint8) for _ in range(2)]
+    codec.encode_residual(left, payloads[0], context, addend)
+    codec.encode_residual(total, payloads[1], context)
+    assert torch.equal(*payloads)
+    assert torch.equal(left, total)
+    assert torch.equal(addend, before)
 
 
 @every_codec

@@ -206,7 +206,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for world_size in options.ranks:
         for rate in options.rates:
-            command = [sys.executable, sys.argv[0], "--worker", "--quiet", "--contenders", options.contenders]
+            command = [sys.executable, __file__, "--worker", "--quiet", "--contenders", options.contenders]
             for option in ("rounds", "steps", "batch", "width", "layers", "bucket_cap_mb"):
                 command += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
             with Lab(world_size, rate) as lab:

@@ -116,6 +116,10 @@ class _Route:
     def context(self, block: Block, rank: int) -> Context:
         return Context(self.scratch, self.terms.seed ^ block.seed, rank)
 
+    def second_context(self, block: Block, owner: int) -> Context:
+        """Of the second rounding: the same choice of entries as the first (seed), but noise of its own (rank)."""
+        return self.context(block, owner + self.terms.world_size)
+
     def encode(self, chunk: Chunk, message: torch.Tensor) -> None:
         """Write a chunk's header and payloads."""
         self.write_header(message)
@@ -277,10 +281,12 @@ class _TwoShot(_Route):
             values = self.scratch.borrow("block", block.numel, block.dtype, self.device)
             self.second_port.load(block, values)
             if self.second_port.remembers and block.compressed:
-                block.second.encode_residual(values, _second_payload(mine, block), self.context(block, rank))
+                block.second.encode_residual(
+                    values, _second_payload(mine, block), self.second_context(block, rank)
+                )
                 self.second_port.park(block, values, self.scratch)
             else:
-                block.second.encode(values, _second_payload(mine, block), self.context(block, rank))
+                block.second.encode(values, _second_payload(mine, block), self.second_context(block, rank))
         yield AllToAll(
             lambda peer: mine,
             [None if peer == rank else second[peer] for peer in range(world_size)],
@@ -298,7 +304,7 @@ class _TwoShot(_Route):
         for owner, chunk in enumerate(self.unit.chunks):
             for block in chunk.blocks:
                 payload = _second_payload(second[owner], block)
-                good &= block.second.is_finite(payload, block.numel, self.context(block, owner))
+                good &= block.second.is_finite(payload, block.numel, self.second_context(block, owner))
         finite = self.condition(good)
         keep = self.conditions(finite)
         table = _Table(keep)
@@ -306,7 +312,9 @@ class _TwoShot(_Route):
             self.settle(chunk, keep)
             for block in chunk.blocks:
                 result = self.scratch.borrow("block", block.numel, block.dtype, self.device)
-                block.second.decode(_second_payload(second[owner], block), result, self.context(block, owner))
+                block.second.decode(
+                    _second_payload(second[owner], block), result, self.second_context(block, owner)
+                )
                 if owner == self.terms.rank and self.second_port.remembers and block.compressed:
                     self.second_port.settle(block, table)
                 self.store(block, result, finite, keep)

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lab import Lab, available
 from torch import nn
+
+from tensorplay.cli.lab import Lab, available
 
 HOOKS = "noop plain torch:1 ours:1 torch:4 ours:4 batched:4 same_shape:4 bucket:4"
 WARM_UP_STEPS = 5  # two of plain averaging, then what is allocated once

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lab import Lab, available
 from torch import nn
+
+from tensorplay.cli.lab import Lab, available
 
 HOOKS = "noop torch:plain allreduce torch:fp16 fp16_compress int8 int4 sign quantize_per_tensor quantize_per_channel"
 

@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lab import Lab, available
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from tensorplay.cli.lab import Lab, available
 from tensorplay.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,

@@ -13,12 +13,12 @@ import traceback
 
 from tensorplay.cli.demo_plan import DemoPlan
 
-__all__ = ["main"]
+__all__ = ["follow_launcher", "main"]
 
 _LOOK_SECONDS = 0.25
 
 
-def _follow_launcher(launcher_process: int) -> None:
+def follow_launcher(launcher_process: int) -> None:
     """End this process at once when the launcher is gone, whatever ended it."""
 
     def watch() -> None:
@@ -43,7 +43,7 @@ def main(plan_path: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, also inside a blocked collective
     plan = DemoPlan.load(plan_path)
-    _follow_launcher(plan.launcher_process)
+    follow_launcher(plan.launcher_process)
     try:
         from tensorplay.cli.demo_training import train_under_each_hook  # a failing import is told, too
 

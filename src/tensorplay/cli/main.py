@@ -12,6 +12,10 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("tensorplay.cli.demo", "train a small GPT on this machine under several hooks, side by side"),
+    "compare": (
+        "tensorplay.cli.compare",
+        "measure hooks side by side over links of chosen rates, ours and torch's",
+    ),
     "report": ("tensorplay.cli.report", "draw what telemetry recorded as one HTML page"),
     "codecs": ("tensorplay.cli.codecs", "list the codecs and what each of them sends"),
 }

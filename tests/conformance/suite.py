@@ -314,8 +314,9 @@ def resume(rank: int, world_size: int, name: str, many_buckets: bool) -> None:
     if has_state:
         state2.load_state_dict(loaded["hook"])
     steps(again, ddp2, optimizer2, range(5, 9))
+    is_plain = getattr(state2, "choice", "") == "allreduce"  # "auto", while nothing pays
     for (n, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
-        if has_state or (world_size == 2 and not name.startswith("quantize")):
+        if (has_state and not is_plain) or (world_size == 2 and not name.startswith("quantize")):
             assert torch.equal(a, b), f"{n} differs by {float((a - b).detach().abs().max()):.2e}"
         else:  # sums and scales that depend on the bucket, which DDP rebuilds after the first step
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)

@@ -151,10 +151,9 @@ def _costs(
     costs: dict[str, ExchangeCost] = {}
     failures: dict[str, str] = {}
     for name in names:
-        hook, small = make_hook(name, group)
-        _, large = make_hook(name, group)
+        hook, state = make_hook(name, group)
         try:
-            costs[name] = measure_cost(hook, (small, large), (samples[0], samples[1]), group, _REPEATS)
+            costs[name] = measure_cost(hook, state, (samples[0], samples[1]), group, _REPEATS)
         except (RuntimeError, TypeError, ValueError) as error:
             failures[name] = str(error).splitlines()[0]
     return costs, failures

@@ -33,7 +33,7 @@ from tensorplay.compression.collective import (
 )
 from tensorplay.compression.rounds import MAX_ROUNDS, Exchange, Scratch, run_exchange
 
-__all__ = ["InlineLane", "Lane", "LaneError", "ThreadLane", "lane_for"]
+__all__ = ["InlineLane", "Lane", "LaneError", "ThreadLane", "forget_lane", "lane_for"]
 
 Start = Callable[[Scratch], Exchange]
 
@@ -306,3 +306,14 @@ def lane_for(
             lane = InlineLane(group, device) if kind == "inline" else ThreadLane(group, key, workers)
             lanes[key, kind] = lane
         return lane
+
+
+def forget_lane(lane: Lane) -> None:
+    """Let a lane end once nobody holds it, instead of with its group; its next user gets a new one.
+
+    Call it on all ranks alike, when every exchange of the lane is done on every rank.
+    """
+    with _lanes_lock:
+        for lanes in _lanes.values():
+            for key in [key for key, held in lanes.items() if held is lane]:
+                del lanes[key]

@@ -161,7 +161,7 @@ def _exchange(hook: HookFunction, state: Any, sample: SampleBucket) -> None:
 
 def measure_cost(
     hook: HookFunction,
-    states: tuple[Any, Any],
+    state: Any,
     samples: tuple[SampleBucket, SampleBucket],
     group: dist.ProcessGroup,
     repeats: int = 3,
@@ -169,13 +169,13 @@ def measure_cost(
     """Time a hook's exchange of a small and of a large sample; the median over `repeats` of the slowest rank's time.
 
     Args:
-        states: of the small and the large sample, not used for anything else. One unmeasured exchange of each comes
-            first, for scratch and connections.
+        state: of this measurement alone. One unmeasured exchange of each sample comes first, for scratch and
+            connections.
     """
     device = samples[0].buffer().device
     seconds: list[float] = []
     cpu, sent = 0.0, 0
-    for sample, state in zip(samples, states, strict=True):
+    for sample in samples:
         _exchange(hook, state, sample)
         walls, cpus = [], []
         for _ in range(repeats):

@@ -11,6 +11,7 @@ from tensorplay.compression import registry
 from tensorplay.distributed.algorithms.ddp_comm_hooks import default_hooks, quantization_hooks
 from tensorplay.distributed.algorithms.ddp_comm_hooks._attach import HookHandle, attach
 from tensorplay.distributed.algorithms.ddp_comm_hooks._protocol import HookFunction
+from tensorplay.distributed.algorithms.ddp_comm_hooks.auto_hook import AutoState, auto_hook
 from tensorplay.distributed.algorithms.ddp_comm_hooks.compressed_hook import (
     CompressedHookState,
     compressed_hook,
@@ -44,6 +45,7 @@ class DDPCommHookType(Enum):
     BATCHED_POWER_SGD = "batched_power_sgd"
     BATCHED_POWER_SGD_RANK2 = "batched_power_sgd_rank2"
     POST_LOCAL_SGD = "post_localSGD"
+    AUTO = "auto"
     NOOP = "noop"
 
 
@@ -80,6 +82,14 @@ def _post_local_sgd(state: Any) -> Made:
     return post_localSGD_hook, state
 
 
+def _auto(state: Any) -> Made:
+    if isinstance(state, AutoState):
+        return auto_hook, state
+    if state is not None and not isinstance(state, dist.ProcessGroup):
+        raise TypeError(f"state must be an AutoState, a process group or None, got {type(state).__name__}")
+    return auto_hook, AutoState(state)
+
+
 _recipes: dict[str, Recipe] = {
     "allreduce": _plain(default_hooks.allreduce_hook),
     "fp16_compress": _plain(default_hooks.fp16_compress_hook),
@@ -91,6 +101,7 @@ _recipes: dict[str, Recipe] = {
     "batched_power_sgd": _power_sgd(batched_powerSGD_hook, 1),
     "batched_power_sgd_rank2": _power_sgd(batched_powerSGD_hook, 2),
     "post_localSGD": _post_local_sgd,
+    "auto": _auto,
     "noop": _plain(noop_hook),
 }
 

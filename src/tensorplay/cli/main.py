@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "tensorplay.cli.compare",
         "measure hooks side by side over links of chosen rates, ours and torch's",
     ),
+    "advise": ("tensorplay.cli.advise", "say which hook pays on this cluster with this model, and why"),
     "report": ("tensorplay.cli.report", "draw what telemetry recorded as one HTML page"),
     "codecs": ("tensorplay.cli.codecs", "list the codecs and what each of them sends"),
 }

@@ -18,7 +18,14 @@ from tensorplay.distributed.algorithms.ddp_comm_hooks.compressed_hook import (
 )
 from tensorplay.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from tensorplay.distributed.algorithms.ddp_comm_hooks.register import register_ddp_comm_hook
-from tensorplay.telemetry import CallableSink, JSONLinesSink, MemorySink, TensorBoardSink, observe
+from tensorplay.telemetry import (
+    CallableSink,
+    JSONLinesSink,
+    MemorySink,
+    TensorBoardSink,
+    observe,
+    recorder,
+)
 from tensorplay.testing import run_ranks
 
 HOOKS = ["allreduce", "fp16_compress", "int8", "int4", "topk", "power_sgd", "quantize_per_tensor", "noop"]
@@ -147,9 +154,9 @@ def test_values_that_float16_can_not_hold_are_counted(hook: str) -> None:
         assert "fp16_underflows" not in error
 
 
-def nonfinite_on_one_rank(rank: int, world_size: int) -> list[bool]:
+def nonfinite_on_one_rank(hook: str, rank: int, world_size: int) -> list[bool]:
     model = make_model(rank)
-    register_ddp_comm_hook("int8", model)
+    register_ddp_comm_hook(hook, model)
     sink = MemorySink()
     with observe(model, [sink], error_every=0):
         backward(model)
@@ -159,8 +166,29 @@ def nonfinite_on_one_rank(rank: int, world_size: int) -> list[bool]:
     return [step["nonfinite"] for step in sink.of("step")]
 
 
-def test_nonfinite_steps_are_marked_on_all_ranks() -> None:
-    assert run_ranks(nonfinite_on_one_rank, 2) == [[False, True, False]] * 2
+@pytest.mark.parametrize("hook", ["allreduce", "int8", "fp16", "topk", "power_sgd", "quantize_per_tensor"])
+def test_nonfinite_steps_are_marked_on_all_ranks(hook: str) -> None:
+    assert run_ranks(partial(nonfinite_on_one_rank, hook), 2) == [[False, True, False]] * 2
+
+
+def judged_by_the_exchange(hook: str, rank: int, world_size: int) -> list[bool]:
+    def reading(tensor: torch.Tensor) -> bool:
+        raise AssertionError(f"read {tensor.numel()} values that {hook} has judged itself")
+
+    held, recorder._has_nonfinite = recorder._has_nonfinite, reading
+    try:
+        return nonfinite_on_one_rank(hook, rank, world_size)
+    finally:
+        recorder._has_nonfinite = held
+
+
+@pytest.mark.parametrize("hook", ["int8", "int4", "topk", "sign"])
+def test_what_an_exchange_judges_itself_is_not_read_again(hook: str) -> None:
+    for world_size in (2, 3):
+        assert (
+            run_ranks(partial(judged_by_the_exchange, hook), world_size)
+            == [[False, True, False]] * world_size
+        )
 
 
 def results_with_and_without(hook: str, rank: int, world_size: int) -> None:

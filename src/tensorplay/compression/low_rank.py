@@ -189,10 +189,10 @@ class _LowRank:
         finite = self._condition(good)
         if finite is False:
             self.bucket.buffer.fill_(float("nan"))
-            return
+            return False
         self._store_plain(finite)
         if not plan.factorisations:
-            return
+            return finite
         self._decide(finite)
 
         scales = self._scales() if self.right_dtype == torch.float16 else None
@@ -206,8 +206,9 @@ class _LowRank:
         if finite is False:
             self._undo()
             self.bucket.buffer.fill_(float("nan"))
-            return
+            return False
         self._settle(finite)
+        return finite
 
     # The first step -------------------------------------------------------------------------------------------
 

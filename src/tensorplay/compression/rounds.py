@@ -1,11 +1,13 @@
 """What an exchange yields: one round on the wire.
 
 An exchange is a generator. It yields rounds, is resumed when a round is done, and returns when the averaged gradient
-is in place. It never calls torch.distributed and doesn't know whether it runs in a lane's thread or on a device stream.
+is in place: with its verdict on whether that is finite, or None. It never calls torch.distributed and doesn't know
+whether it runs in a lane's thread or on a device stream.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -76,8 +78,9 @@ class AllReduce:
 
 Round = AllReduce | AllToAll
 """One round on the wire."""
-Exchange = Generator[Round, None, None]
-"""A generator of rounds."""
+Exchange = Generator[Round, None, Any]
+"""A generator of rounds. It may return whether its result is finite, where it knows: a bool, or a bool tensor on a
+device."""
 MAX_ROUNDS = 8
 """Rounds an exchange may have."""
 

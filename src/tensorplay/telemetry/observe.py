@@ -234,8 +234,12 @@ def _watched_hook(hook: HookFunction, recorder: Recorder, is_single: bool) -> Ho
     def observed(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if isinstance(state, HookState) and bucket.buffer().layout == torch.strided:
             return as_future(hook(state, bucket))
-        read = read_bucket(bucket)
-        is_counted = is_single or (read.is_sparse and isinstance(state, HookState))
+        index, buffer = bucket.index(), bucket.buffer()
+        is_counted = is_single or (buffer.layout != torch.strided and isinstance(state, HookState))
+        if recorder.needs_slices(index):
+            read = read_bucket(bucket)
+        else:
+            read = Bucket(index, bucket.is_last(), buffer, ())
         watch = recorder.begin(read, is_counted)
         meter = watch.meter()
         sent, received, began = traffic.sent_bytes, traffic.received_bytes, perf_counter()
@@ -247,8 +251,7 @@ def _watched_hook(hook: HookFunction, recorder: Recorder, is_single: bool) -> Ho
         def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
             result = value_of(done)
             meter.wait_seconds = perf_counter() - began - meter.encode_seconds
-            flat = result if result.layout != torch.strided else result.reshape(-1)
-            watch.finish([flat], flat)
+            watch.finish(result)
             return result
 
         return future.then(finish)

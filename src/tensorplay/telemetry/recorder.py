@@ -4,6 +4,7 @@ A pass opens with its first bucket. It is written out when the next one opens, o
 done, the writing is in the training thread, and it delays no exchange.
 """
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,6 +24,10 @@ from tensorplay.telemetry.meter import Meter
 from tensorplay.telemetry.sinks import Record, Sink
 
 __all__ = ["BucketWatch", "Recorder", "Subject"]
+
+
+_ROUNDED = (torch.float16, torch.bfloat16)
+"""Types of gradient that a mean, finite in float32, may overflow when it is written."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +52,21 @@ class BucketWatch:
     """One bucket's exchange: its meters while it runs, its figures afterwards."""
 
     def __init__(self, bucket: Bucket, sample: Sample | None, is_counted: bool) -> None:
-        parts = [bucket.buffer] if bucket.is_sparse else [entry.values for entry in bucket.slices]
         self.bucket: Bucket | None = bucket
-        self.index, self.raw_bytes = bucket.index, sum(_nbytes(part) for part in parts)
+        self.index = bucket.index
         self.sample, self.is_counted = sample, is_counted
         self.meters: list[Meter] = []
-        self.called = perf_counter()
         self.completed: float | None = None
         self.nonfinite: bool | torch.Tensor = False
+        buffer = bucket.buffer
+        values = 0 if bucket.is_sparse else sum(entry.values.numel() for entry in bucket.slices)
+        #: Whether the buffer is all there is; else the slices lie in memory of their own.
+        self._is_whole = values == 0 or values == buffer.numel()
+        self.raw_bytes = _nbytes(buffer) if self._is_whole else values * buffer.element_size()
         self.process_bytes = (0, 0)
         self._running = 0
         self._lock = threading.Lock()
+        self.called = perf_counter()
 
     def meter(self) -> Meter:
         """A meter for one more exchange of this bucket; all are made before the first one runs."""
@@ -73,31 +82,46 @@ class BucketWatch:
                 return
         bucket = self.bucket
         assert bucket is not None
-        self.finish([entry.values for entry in bucket.slices], bucket.buffer)
-
-    def finish(self, parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
-        """Note the time, whether all values are finite, and, where the error is measured, the values."""
         self.completed = perf_counter()
-        self.process_bytes = (traffic.sent_bytes, traffic.received_bytes)
-        if sum(part.numel() for part in parts) == whole.numel() or whole.layout != torch.strided:
-            self.nonfinite = _has_nonfinite(whole)
-        else:  # the parts lie in memory of their own
+        verdicts = [meter.finite for meter in self.meters]
+        if None in verdicts or bucket.buffer.dtype in _ROUNDED:
+            parts = [bucket.buffer] if self._is_whole else [entry.values for entry in bucket.slices]
             self.nonfinite = any(bool(_has_nonfinite(part)) for part in parts)
+        else:
+            self.nonfinite = _any_false(verdicts)
+        self._take([entry.values for entry in bucket.slices])
+
+    def finish(self, result: torch.Tensor) -> None:
+        """Note the time, whether all values are finite, and, where the error is measured, the values.
+
+        Args:
+            result: what a hook that is observed from outside made of the bucket.
+        """
+        self.completed = perf_counter()
+        self.nonfinite = _has_nonfinite(result)
+        self._take([result])
+
+    def _take(self, parts: Sequence[torch.Tensor]) -> None:
+        self.process_bytes = (traffic.sent_bytes, traffic.received_bytes)
         if self.sample is not None:
             self.sample.result = take_values(parts)
         self.bucket = None
 
     def figures(self) -> Record:
         """The bucket's record, without step and kind."""
-        record: Record = {"bucket": self.index, "raw_bytes": self.raw_bytes}
-        record["sent_bytes"] = sum(m.sent_bytes for m in self.meters) if self.is_counted else None
-        record["received_bytes"] = sum(m.received_bytes for m in self.meters) if self.is_counted else None
-        for name in ("encode_seconds", "wait_seconds", "decode_seconds"):
-            record[name] = sum(getattr(meter, name) for meter in self.meters)
         assert self.completed is not None
-        record["exchange_seconds"] = self.completed - self.called
-        record["nonfinite"] = bool(self.nonfinite)
-        return record
+        meters = self.meters
+        return {
+            "bucket": self.index,
+            "raw_bytes": self.raw_bytes,
+            "sent_bytes": sum([m.sent_bytes for m in meters]) if self.is_counted else None,
+            "received_bytes": sum([m.received_bytes for m in meters]) if self.is_counted else None,
+            "encode_seconds": sum([m.encode_seconds for m in meters]),
+            "wait_seconds": sum([m.wait_seconds for m in meters]),
+            "decode_seconds": sum([m.decode_seconds for m in meters]),
+            "exchange_seconds": self.completed - self.called,
+            "nonfinite": bool(self.nonfinite),
+        }
 
 
 @dataclass
@@ -125,19 +149,31 @@ class Recorder:
         self._pass: _Pass | None = None
         self._began = perf_counter()
         self._last_completed: float | None = None
-        self._unaccounted_seconds = 0.0
+        self._unaccounted_seconds = self._noted_seconds = 0.0
         self._lane_number: int | None = None
         self._has_written_run = False
         self.step = 0
 
+    def needs_slices(self, index: int) -> bool:
+        """Whether the bucket of this index, about to be exchanged, is one whose error is measured."""
+        step = self.step + self._opens_a_pass(index)
+        return bool(self._error_every) and step % self._error_every == 0
+
+    def _opens_a_pass(self, index: int) -> bool:
+        return self._pass is None or index <= self._pass.watches[-1].index
+
     def begin(self, bucket: Bucket, is_counted: bool = True) -> BucketWatch:
-        """A bucket is about to be exchanged; the first one of a pass writes out the pass before."""
-        current = self._pass
-        if current is None or bucket.index <= current.watches[-1].index:
+        """A bucket is about to be exchanged; the first one of a pass writes out the pass before.
+
+        The bucket's slices may be missing where `needs_slices` says so.
+        """
+        if self._opens_a_pass(bucket.index):
             self.flush()
             self.step += 1
             measures = bool(self._error_every) and self.step % self._error_every == 0
-            current = self._pass = _Pass(self.step, measures, (traffic.sent_bytes, traffic.received_bytes))
+            self._pass = _Pass(self.step, measures, (traffic.sent_bytes, traffic.received_bytes))
+        current = self._pass
+        assert current is not None
         began = perf_counter()
         sample = None
         if current.measures_error and bucket.slices and bucket.buffer.dtype.is_floating_point:
@@ -155,7 +191,9 @@ class Recorder:
 
     def note(self, values: dict[str, Any]) -> None:
         """Write a record of the caller's own numbers at the current step."""
-        self._write({"event": "scalars", "step": self.step, "time_seconds": self._now(), **values})
+        began = perf_counter()
+        self._write({"event": "scalars", "step": self.step, "time_seconds": began - self._began, **values})
+        self._noted_seconds += perf_counter() - began
 
     def flush(self) -> None:
         """Write out the pass that has ended. Collective where its error is measured."""
@@ -173,7 +211,8 @@ class Recorder:
         telemetry_seconds = ended.telemetry_seconds + perf_counter() - began
         if done:
             self._write(self._figures(ended, done, buckets, telemetry_seconds, spent))
-        self._unaccounted_seconds += perf_counter() - began
+        self._unaccounted_seconds += perf_counter() - began + self._noted_seconds  # of the step that begins
+        self._noted_seconds = 0.0
 
     def close(self) -> None:
         """Write out what is left; give the lane's number back."""
@@ -230,9 +269,6 @@ class Recorder:
             self._write({"event": "error", "step": step, **record})
         return [lane.traffic.sent_bytes - before[0], lane.traffic.received_bytes - before[1]]
 
-    def _now(self) -> float:
-        return perf_counter() - self._began
-
     def _write(self, record: Record) -> None:
         if not self._has_written_run:
             self._has_written_run = True
@@ -260,14 +296,30 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _any_false(verdicts: Sequence[bool | torch.Tensor | None]) -> bool | torch.Tensor:
+    """Whether one of them is; on a device the answer is left there."""
+    on_device = [verdict for verdict in verdicts if isinstance(verdict, torch.Tensor)]
+    if not all(verdict for verdict in verdicts if not isinstance(verdict, torch.Tensor)):
+        return True
+    return ~torch.stack(on_device).all() if on_device else False
+
+
 def _has_nonfinite(tensor: torch.Tensor) -> bool | torch.Tensor:
-    """Whether a value is infinite or NaN; on a device the answer is left there."""
+    """Whether a value is infinite or NaN; on a device the answer is left there.
+
+    On the CPU one pass over the values: their sum of squares, which an infinite value or a NaN makes so too. Finite
+    values seldom make it infinite (one beyond 1e19 does); only then they are looked at one by one.
+    """
     values = tensor._values() if tensor.layout != torch.strided else tensor
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.device.type != "cpu":
         return ~torch.isfinite(values).all()
-    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    if bool(torch.isfinite(values.sum(dtype=wide))):  # one pass; a sum of finite values seldom overflows
+    if not values.is_floating_point():
         return False
-    return not bool(torch.isfinite(values).all())
+    if values.is_contiguous() and values.dtype not in _ROUNDED:
+        flat = values.view(-1)
+        total = torch.dot(flat, flat)
+    else:
+        total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
+    return not (math.isfinite(total.item()) or bool(torch.isfinite(values).all()))

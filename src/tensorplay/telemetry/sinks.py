@@ -21,6 +21,8 @@ __all__ = [
 Record = dict[str, Any]
 """One record: `event`, mostly `step`, and what else the event has."""
 
+_encode = json.JSONEncoder(allow_nan=False).encode
+_PARTS_OF_A_STEP = frozenset({"bucket", "error"})
 _NOT_SCALARS = frozenset({"event", "step", "rank", "bucket", "parameter"})
 
 
@@ -80,20 +82,36 @@ class JSONLinesSink:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._lines: list[str] = []
 
     def write(self, record: Record) -> None:
-        """Append a line; whole steps are flushed, so that a run that ends early leaves them."""
+        """Append a line; steps are written out whole, so that a run that ends early leaves them."""
+        self._lines.append(_json(record))
+        if record["event"] not in _PARTS_OF_A_STEP:
+            self._write_out()
+
+    def close(self) -> None:
+        """Write out what is left, close the file."""
+        if not self._file.closed:
+            self._write_out()
+        self._file.close()
+
+    def _write_out(self) -> None:
+        lines, self._lines = self._lines, []
+        if lines:
+            self._file.write("".join([f"{line}\n" for line in lines]))
+            self._file.flush()
+
+
+def _json(record: Record) -> str:
+    try:
+        return _encode(record)
+    except ValueError:  # a NaN or an infinity is rare, so that looking for one in every value costs more
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
         }
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        if record["event"] != "bucket":
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        return _encode(finite)
 
 
 class TensorBoardSink:

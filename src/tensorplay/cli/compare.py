@@ -244,7 +244,7 @@ def _run_one(
 
     with console.status(f"{where}: starting") as status:
         if not console.is_terminal:
-            console.print(f"{where}: {settings.rounds} rounds of {', '.join(hooks)}", highlight=False)
+            console.print(f"{where}, rounds: {settings.rounds}; {', '.join(hooks)}", highlight=False)
         if rate == LOOPBACK:
             with Loopback(ranks) as hosts:
                 runs = run_cell(hosts, "", hooks, settings, folder, show)

@@ -88,7 +88,7 @@ def _steps(results: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _row(hook: str, results: Sequence[dict[str, Any]], link: float | None) -> dict[str, Any]:
-    """The figures of one hook, None where unknown. Medians over rounds; the peak of memory is the highest."""
+    """The figures of one hook, None where unknown. Medians over rounds."""
     names = (
         "sent_bytes",
         "received_bytes",
@@ -100,7 +100,7 @@ def _row(hook: str, results: Sequence[dict[str, Any]], link: float | None) -> di
         ["step_seconds", "step_seconds_quartiles", "exposed_seconds", "speedup", "wire_floor_seconds"]
     )
     row["period"] = rhythm(hook).period
-    row["wire_floor_from"] = None
+    row["wire_floor_from"], row["choices"] = None, []
     row.update(dict.fromkeys([*names, "peak_memory_bytes", "loss", "replicas_equal"]))
     if not results:
         return row
@@ -113,8 +113,9 @@ def _row(hook: str, results: Sequence[dict[str, Any]], link: float | None) -> di
     if not _is_counted(hook, row["sent_bytes"]):
         row["sent_bytes"] = row["received_bytes"] = None
     peaks = [result["peak_memory_bytes"] for result in results]
-    row["peak_memory_bytes"] = None if None in peaks else max(peaks)
+    row["peak_memory_bytes"] = None if None in peaks else statistics.median(peaks)
     row["loss"] = results[-1]["loss"] if math.isfinite(results[-1]["loss"]) else None
+    row["choices"] = sorted({result["choice"] for result in results if result["choice"] is not None})
     row["replicas_equal"] = all(result["replicas_equal"] for result in results)
     if link is not None:
         for source, prefix in (("counted", ""), ("interface", "interface_")):

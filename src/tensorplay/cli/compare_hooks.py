@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from tensorplay.cli.command import UsageError
 from tensorplay.cli.hooks import RECIPES, attach, check_hook_names
-from tensorplay.cli.local_sgd import Attached
 from tensorplay.nn.parallel import DistributedDataParallel
 
 __all__ = [
@@ -68,12 +67,14 @@ class Parallel:
         model: the DDP module. optimizer: the one to step.
         finish: to be called on every rank after the last step.
         settled: whether the hook has chosen what it goes on with.
+        choice: what that is; None for a hook that doesn't choose.
     """
 
     model: nn.Module
     optimizer: Optimizer
     finish: Callable[[], None]
-    settled: Callable[[], bool]
+    settled: Callable[[], bool] = lambda: True
+    choice: Callable[[], str | None] = lambda: None
 
 
 def check_hooks(names: list[str]) -> None:
@@ -124,26 +125,19 @@ def parallelise(name: str, model: nn.Module, optimizer: Optimizer) -> Parallel:
         if hook is not None:
             function, make_state = hook
             ddp.register_comm_hook(make_state(), function)
-        return Parallel(ddp, optimizer, _nothing, _always)
+        return Parallel(ddp, optimizer, _nothing)
     ours = DistributedDataParallel(model)
     attached = attach(name, ours, optimizer)
-    settled = _has_chosen(attached) if name.partition(":")[0] == AUTO else _always
-    return Parallel(ours, attached.optimizer, attached.finish, settled)
+    if name.partition(":")[0] != AUTO:
+        return Parallel(ours, attached.optimizer, attached.finish)
+    state = attached.handle.state
+    return Parallel(
+        ours, attached.optimizer, attached.finish, lambda: bool(state.is_settled), lambda: str(state.choice)
+    )
 
 
 def _nothing() -> None:
     """Nothing to do after the last step."""
-
-
-def _always() -> bool:
-    return True
-
-
-def _has_chosen(attached: Attached) -> Callable[[], bool]:
-    def chosen() -> bool:
-        return bool(attached.handle.state.switched)
-
-    return chosen
 
 
 def _torch_hook(name: str) -> tuple[Callable[..., Any], Callable[[], Any]] | None:

@@ -24,7 +24,7 @@ from torch import nn
 from tensorplay.cli.compare_advice import cell_advice
 from tensorplay.cli.compare_hooks import parallelise, rhythm
 from tensorplay.cli.compare_plan import Job
-from tensorplay.cli.workload import load_workload
+from tensorplay.cli.workload import Workload, load_workload
 from tensorplay.compression.collective import traffic
 
 __all__ = ["Sample", "block_means", "combine", "run_job"]
@@ -41,9 +41,11 @@ class Sample:
         cpu_seconds: of all this process's threads, in the measured steps together.
         sent_bytes, received_bytes: counted where tensors enter collectives, in the measured steps together.
         interface_sent_bytes, interface_received_bytes: by the kernel; None where the interface isn't this rank's alone.
-        peak_memory_bytes: the most that was resident during the run; None where the kernel can't tell.
+        peak_memory_bytes: the most that was resident during the run beyond what was before it; None where the kernel
+            can't tell.
         loss: of the last step.
         replica: a checksum of every parameter's bits.
+        choice: what a hook that chooses was using at the end; None for the others.
     """
 
     step_seconds: list[float] = field(default_factory=list)
@@ -55,6 +57,7 @@ class Sample:
     peak_memory_bytes: int | None = None
     loss: float = 0.0
     replica: str = ""
+    choice: str | None = None
 
 
 def run_job(job: Job) -> None:
@@ -75,6 +78,7 @@ def run_job(job: Job) -> None:
         if job.advise_for:
             events.add("advising")
             events.add("advised", advice=cell_advice(workload, job.advise_for))
+        _load_what_is_loaded_once(workload)
         del workload
         for number, hook in job.todo:
             events.add("started", round=number, hook=hook)
@@ -106,6 +110,13 @@ class _Events:
         if self._file is not None:
             self._file.write(json.dumps({"event": event, **fields}) + "\n")
             self._file.flush()
+
+
+def _load_what_is_loaded_once(workload: Workload) -> None:
+    """A step without DDP: libraries allocate in the first one, and the first hook shall not pay for that."""
+    optimizer = workload.optimizer(workload.model)
+    workload.loss(workload.model, next(workload.endless())).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
 
 
 def _run_hook(name: str, job: Job, events: _Events) -> Sample:
@@ -160,7 +171,7 @@ def _run_hook(name: str, job: Job, events: _Events) -> Sample:
         )
     parallel.finish()
     sample.peak_memory_bytes = peak.read()
-    sample.replica = _fingerprint(workload.model)
+    sample.replica, sample.choice = _fingerprint(workload.model), parallel.choice()
     return sample
 
 
@@ -171,25 +182,34 @@ def _everywhere(value: bool) -> bool:
 
 
 class _PeakMemory:
-    """The most resident memory since it was made. Linux only: elsewhere it reads None."""
+    """The most resident memory since it was made, less what was resident then. Linux only: elsewhere it reads None.
+
+    A process keeps a little of what earlier hooks used, a lane's scratch and libraries' caches: that isn't this run's.
+    """
 
     def __init__(self) -> None:
         gc.collect()
         if sys.platform == "linux":
             with suppress(OSError, AttributeError):  # another C library has no malloc_trim
                 ctypes.CDLL(None).malloc_trim(0)
-        self._known = False
+        self._start: int | None = None
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at what is resident now
-            self._known = True
+            self._start = _status_bytes("VmRSS")
 
     def read(self) -> int | None:
-        if not self._known:
+        if self._start is None:
             return None
-        with suppress(OSError, StopIteration):
-            lines = Path("/proc/self/status").read_text().splitlines()
-            return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
-        return None
+        peak = _status_bytes("VmHWM")
+        return None if peak is None else max(0, peak - self._start)
+
+
+def _status_bytes(name: str) -> int | None:
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return 1024 * int(line.split()[1])
+    return None
 
 
 def _interface_bytes(device: str) -> tuple[int, int] | None:
@@ -249,4 +269,5 @@ def combine(samples: Sequence[Sample], period: int) -> dict[str, Any]:
         "peak_memory_bytes": None if None in peaks else max(peak for peak in peaks if peak is not None),
         "loss": statistics.fmean(sample.loss for sample in samples),
         "replicas_equal": len({sample.replica for sample in samples}) == 1,
+        "choice": samples[0].choice,
     }

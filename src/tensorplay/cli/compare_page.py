@@ -32,7 +32,7 @@ _READING = (
     "link's rate. Counted: where tensors enter collectives; torch's own hooks aren't counted, nor what a hook of yours "
     "sends by itself. On the interface: by the kernel, headers and acknowledgements included; it has no figure "
     "where ranks share the loopback device. Bytes and CPU time are a step's, a mean over the ranks; "
-    "memory is the highest of all ranks, the Python process and torch included."
+    "memory is the peak of the rank with the highest, beyond what the process held before its model was made."
 )
 
 

@@ -74,6 +74,7 @@ def notes(cell: dict[str, Any]) -> list[str]:
         told.append("† the ranks' replicas differ at the end")
     if periodic := [f"{row['hook']} {row['period']}" for row in rows if row["period"] > 1]:
         told.append(f"a step is the mean of a whole period: {', '.join(periodic)}")
+    told += [f"{row['hook']} chose {' or '.join(row['choices'])}" for row in rows if row["choices"]]
     if any(row["wire_floor_from"] == "interface" for row in rows):
         told.append("where bytes aren't counted, the wire floor is from those on the interface")
     if (advice := cell["advice"]) is not None:

@@ -6,19 +6,22 @@ import http.server
 import json
 import re
 import shutil
+import struct
 import subprocess
 import threading
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tensorplay.cli import report
+from tensorplay.cli import report, report_files
 from tensorplay.cli.command import UsageError
 from tensorplay.cli.report_charts import Bar, bar_chart, heat_map
-from tensorplay.cli.report_data import FORMAT, read_run, summarise, tell_apart
-from tensorplay.cli.report_page import build_page
+from tensorplay.cli.report_data import FORMAT, read_run, read_runs, summarise, tell_apart
+from tensorplay.cli.report_files import HeatMap, file_stems, write_plots
+from tensorplay.cli.report_page import build_page, plots_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_a_browser = pytest.mark.skipif(
@@ -119,20 +122,186 @@ def test_a_large_heat_map_shows_the_worst_and_says_so() -> None:
     assert "Of 100 parameters the 64 with the largest last error are shown." in text
 
 
-def arguments(*runs: Path, output: Path) -> argparse.Namespace:
+def arguments(*runs: Path, output: Path, more: Sequence[str] = ()) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     report.add_arguments(parser)
-    return parser.parse_args([*map(str, runs), "--output", str(output)])
+    return parser.parse_args([*map(str, runs), "--output", str(output), *more])
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_run(tmp_path / "a.jsonl", "int8")
     output = tmp_path / "page.html"
-    assert report.run(arguments(path, output=output)) == 0
+    assert report.run(arguments(path, output=output, more=["--no-plots"])) == 0
     assert output.read_text() == build_page([read_run(path)])
     assert str(output) in capsys.readouterr().out
+    assert not (tmp_path / "page-plots").exists()
     with pytest.raises(UsageError, match="No such file"):
         report.run(arguments(path, output=tmp_path / "no" / "page.html"))
+
+
+STEMS = [
+    "loss-against-bytes",
+    "loss-against-steps",
+    "loss-against-time",
+    "relative-error-_-topk-0.1-x",
+    "relative-error-int8",
+    "step-time",
+]
+
+
+def test_each_plot_is_written_as_png_and_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / "a.jsonl", "int8"), write_run(tmp_path / "b.jsonl", "_$topk:0.1^ & <x>")]
+    assert report.run(arguments(*runs, output=tmp_path / "page.html")) == 0
+    folder = tmp_path / "page-plots"
+    assert str(folder) in capsys.readouterr().out
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"{stem}.{suffix}" for stem in STEMS for suffix in ("png", "svg")
+    ]
+    for stem in STEMS:
+        png = (folder / f"{stem}.png").read_bytes()
+        assert png.startswith(b"\x89PNG\r\n\x1a\n")
+        width, height = struct.unpack(">II", png[16:24])
+        assert width >= 1000
+        assert height >= 400
+        svg = (folder / f"{stem}.svg").read_text()
+        assert "prefers-color-scheme: dark" in svg
+        for word in ("xlink:href", "href", "src"):
+            assert all(found.startswith("#") for found in re.findall(rf'[ :]{word}="([^"]*)"', svg))
+        without_names_of_xml = re.sub(r'xmlns(:\w+)?="[^"]*"', "", svg)
+        assert re.findall(r"https?://|@import|url\((?!#)|<script|<image", without_names_of_xml) == []
+        root = ElementTree.fromstring(svg)
+        texts = {text for element in root.iter() for text in [(element.text or "").strip()] if text}
+        wanted = {
+            "loss-against-steps": {"Loss against steps", "step", "loss", "int8", "_$topk:0.1^ & <x>"},
+            "loss-against-bytes": {"sent by this rank since the start", "loss", "1.00 kB"},
+            "loss-against-time": {"seconds since the start", "loss"},
+            "step-time": {"milliseconds a step", "40 ms", "encode", "wait", "decode", "int8"},
+            "relative-error-int8": {"step", "parameter", "0.bias <b>", "|result - mean| / |mean|", "0.06"},
+        }
+        assert wanted.get(stem, set()) <= texts
+
+
+def test_plots_go_where_they_are_asked_to_go(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a.jsonl", "int8", steps=1)
+    page = tmp_path / "page.html"
+    assert report.run(arguments(path, output=page, more=["--plots", str(tmp_path / "x" / "y")])) == 0
+    assert sorted(path.name for path in (tmp_path / "x" / "y").iterdir())[:1] == ["loss-against-bytes.png"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="file"):
+        report.run(arguments(path, output=page, more=["--plots", str(tmp_path / "file")]))
+    with pytest.raises(SystemExit):
+        report.run(arguments(path, output=page, more=["--plots", "x", "--no-plots"]))
+
+
+def test_the_svg_has_the_dark_colour_of_every_light_one(tmp_path: Path) -> None:
+    light, dark = report_files._palettes()
+    assert light.keys() == dark.keys()
+    assert {"ground", "ink", "quiet", "rule", "line0", "line7"} <= light.keys()
+    (_, svg) = write_plots(plots_of([read_run(write_run(tmp_path / "a.jsonl", "int8"))])[:1], tmp_path)
+    drawn = set(re.findall(r"(?:fill|stroke): (#\w{6})", svg.read_text().split("</style>", 1)[1]))
+    assert drawn
+    assert drawn <= set(light.values())
+
+
+def test_file_names_are_safe_and_differ() -> None:
+    stems = file_stems(["../a", "a", "A", "topk:0.01", "", "x" * 300])
+    assert stems == ["a", "a-2", "A-3", "topk-0.01", "plot", "x" * 80]
+
+
+def big_run(path: Path, changes: dict[str, Any]) -> Path:
+    """A run as a long training leaves it: 300 parameters, 120 measurements."""
+    lines = write_run(path, "int8", steps=240).read_text().splitlines()
+    for step in range(2, 241, 2):
+        for number in range(300):
+            record = {"event": "error", "step": step, "parameter": f"layers.{number}.weight"}
+            record |= {"relative_error": 0.01 * number or None, "mean_norm": 1.0}
+            lines.append(json.dumps(record | changes))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_hundreds_of_parameters_are_drawn(tmp_path: Path) -> None:
+    run = read_run(big_run(tmp_path / "a.jsonl", {}))
+    assert "Of 302 parameters the 64" not in build_page([run])  # one has no error, and is no row
+    assert "Of 301 parameters the 64" in build_page([run])
+    (plot,) = [plot for plot in plots_of([run]) if isinstance(plot, HeatMap)]
+    png, svg = write_plots([plot], tmp_path)
+    assert struct.unpack(">II", png.read_bytes()[16:24])[0] > 3000
+    assert "one in 3 is shown" in svg.read_text()
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [1.0, None, 3.0],
+        [None, None, None],
+        [1e30, 1e30, 1e30],
+        [1e300, -1e300, 0.0],
+        [0.0, 0.0, 0.0],
+        ["NaN", "Infinity", 2.0],
+    ],
+)
+def test_losses_of_any_size_are_drawn(tmp_path: Path, losses: list[Any]) -> None:
+    path = write_run(tmp_path / "a.jsonl", "int8", steps=3)
+    text = path.read_text()
+    for step, loss in enumerate(losses, 1):
+        value = loss if isinstance(loss, str) else json.dumps(loss)
+        text = re.sub(rf'("event": "scalars", "step": {step},.*"loss": )[\d.]+', rf"\g<1>{value}", text)
+    path.write_text(text)
+    assert report.run(arguments(path, output=tmp_path / "page.html")) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "nan" not in page.lower()
+    assert len(read_run(path).losses) == sum(isinstance(loss, float) for loss in losses)
+
+
+def test_a_file_of_several_runs_is_read_as_several(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "a.jsonl", "int8").read_text()
+    other = write_run(tmp_path / "b.jsonl", "sign", steps=3).read_text()
+    killed = one.split("\n")[0] + "\n"
+    both = tmp_path / "both.jsonl"
+    both.write_text("\ufeff" + one.replace("\n", "\r\n") + killed + other + one)
+    runs = read_runs(both)
+    assert [(run.name, len(run.steps), len(run.losses)) for run in runs] == (
+        [("int8", 6, 6), ("sign", 3, 3), ("int8", 6, 6)]
+    )
+    assert [run.name for run in tell_apart(runs)] == ["int8 (both, 1)", "sign", "int8 (both, 3)"]
+    with pytest.raises(UsageError, match="holds 3 runs"):
+        read_run(both)
+    assert report.run(arguments(both, output=tmp_path / "page.html", more=["--no-plots"])) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "to"),
+    [
+        ('"world_size": 2', '"world_size": 0'),
+        ('"world_size": 2, ', ""),
+        ('"raw_bytes": 1000, ', ""),
+        ('"exposed_seconds": 0.01', '"exposed_seconds": NaN'),
+        ('"nonfinite"', '"other"'),
+        ('"parameter": "0.weight", ', ""),
+    ],
+)
+def test_a_record_that_lacks_something_is_named(tmp_path: Path, change: str, to: str) -> None:
+    path = write_run(tmp_path / "a.jsonl", "int8")
+    text = path.read_text()
+    assert change in text
+    path.write_text(text.replace(change, to))
+    with pytest.raises(UsageError, match=r"a\.jsonl:\d+: not a record"):
+        read_run(path)
+
+
+def test_an_empty_file_is_called_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for content in ("", "\n\n"):
+        path.write_text(content)
+        with pytest.raises(UsageError, match=r"a\.jsonl: empty"):
+            read_run(path)
+    with pytest.raises(UsageError, match="Is a directory"):
+        read_run(tmp_path)
+    write_run(path, "int8")
+    changed = path.read_text().replace('"mean_norm": 3.0', '"mean_norm": null')
+    path.write_text(changed.replace('"mean_norm": 4.0', '"mean_norm": null'))
+    assert summarise(read_run(path)).error is None
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:

@@ -153,7 +153,8 @@ class _Scale:
         high = axis.high if axis.high is not None else max(values, default=2.0)
         self._logarithmic = axis.logarithmic
         if high <= low:
-            low, high = (low / 2, low * 2) if axis.logarithmic else (low - 0.5, low + 0.5)
+            margin = max(0.5, 1e-3 * abs(low))  # of a large value 0.5 may be less than its rounding
+            low, high = (low / 2, low * 2) if axis.logarithmic else (low - margin, low + margin)
         self._low, self._high = self._on_axis(low), self._on_axis(high)
         self._first, self._last = first_pixel, last_pixel
         self.ticks = _decades(low, high) if axis.logarithmic else _round_steps(low, high)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["CHART_STYLE", "Bar", "bar_chart", "heat_map"]
+__all__ = ["CHART_STYLE", "Bar", "bar_chart", "heat_map", "shown_cells"]
 
 _WIDTH = 720
 _ROW = 34
@@ -88,18 +88,7 @@ def heat_map(cells: Mapping[tuple[str, int], float], title: str) -> str:
         >>> text.count('class="cell"'), "--share: 0.00" in text, "--share: 1.00" in text
         (2, True, True)
     """
-    names = list(dict.fromkeys(name for name, _ in cells))
-    every_step = sorted({step for _, step in cells})
-    notes = []
-    stride = math.ceil(len(every_step) / _MOST_COLUMNS)
-    steps = every_step[::-1][::stride][::-1]
-    if stride > 1:
-        notes.append(f"Of {len(every_step)} measured steps one in {stride} is shown.")
-    if len(names) > _MOST_ROWS:
-        last = {name: value for (name, _), value in sorted(cells.items(), key=lambda item: item[0][1])}
-        largest = set(sorted(names, key=lambda name: -last[name])[:_MOST_ROWS])
-        notes.append(f"Of {len(names)} parameters the {_MOST_ROWS} with the largest last error are shown.")
-        names = [name for name in names if name in largest]
+    names, steps, notes = shown_cells(cells)
     positive = [value for value in cells.values() if value > 0]
     low, high = (math.log10(min(positive)), math.log10(max(positive))) if positive else (0.0, 0.0)
     head = "".join(f"<th>{step}</th>" for step in steps)
@@ -112,6 +101,28 @@ def heat_map(cells: Mapping[tuple[str, int], float], title: str) -> str:
         f'<table class="map" aria-label="{escape(title)}"><tr><th>step</th>{head}</tr>{"".join(rows)}</table>'
     )
     return f'<div class="wide">{table}</div>{below}'
+
+
+def shown_cells(cells: Mapping[tuple[str, int], float]) -> tuple[list[str], list[int], list[str]]:
+    """The parameters and steps a heat map shows, and what it says about those it leaves out.
+
+    Example:
+        >>> shown_cells({("weight", 2): 0.01, ("weight", 1): 1.0})
+        (['weight'], [1, 2], [])
+    """
+    names = list(dict.fromkeys(name for name, _ in cells))
+    every_step = sorted({step for _, step in cells})
+    notes = []
+    stride = math.ceil(len(every_step) / _MOST_COLUMNS)
+    steps = every_step[::-1][::stride][::-1] if every_step else []
+    if stride > 1:
+        notes.append(f"Of {len(every_step)} measured steps one in {stride} is shown.")
+    if len(names) > _MOST_ROWS:
+        last = {name: value for (name, _), value in sorted(cells.items(), key=lambda item: item[0][1])}
+        largest = set(sorted(names, key=lambda name: -last[name])[:_MOST_ROWS])
+        notes.append(f"Of {len(names)} parameters the {_MOST_ROWS} with the largest last error are shown.")
+        names = [name for name in names if name in largest]
+    return names, steps, notes
 
 
 def _cell(value: float | None, low: float, high: float) -> str:

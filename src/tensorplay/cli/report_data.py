@@ -11,7 +11,7 @@ from typing import Any
 
 from tensorplay.cli.command import UsageError
 
-__all__ = ["FORMAT", "Run", "Summary", "read_run", "summarise", "tell_apart"]
+__all__ = ["FORMAT", "Run", "Summary", "read_run", "read_runs", "summarise", "tell_apart"]
 
 FORMAT = "tensorplay.telemetry/1"
 """The format of a run's first record that this version reads."""
@@ -39,45 +39,98 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a file of JSON lines; a last line that was cut off, as by a run that was killed, is left out.
+    """Read a file that holds one run; see `read_runs`.
 
-    Raises: UsageError: it can't be read, a line isn't a record, it isn't of `FORMAT`, or it has no step.
+    Raises: UsageError: as `read_runs`, or it holds several.
     Example:
         >>> read_run(Path("run.jsonl")).name                               # doctest: +SKIP
         'int8'
     """
+    runs = read_runs(path)
+    if len(runs) > 1:
+        raise UsageError(f"{path}: holds {len(runs)} runs, one is expected")
+    return runs[0]
+
+
+def read_runs(path: Path) -> list[Run]:
+    """Read a file of JSON lines; where files were put together, each first record begins another run.
+
+    A last line that was cut off, as by a run that was killed, is left out, and so is a run without a step beside
+    others. Values that aren't finite count as unknown.
+
+    Raises: UsageError: it can't be read, a line isn't a record of `FORMAT`, or there is no step in it.
+    Example:
+        >>> [run.name for run in read_runs(Path("runs.jsonl"))]            # doctest: +SKIP
+        ['int8', 'allreduce']
+    """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a text file; give what JSONLinesSink wrote") from None
-    run: Run | None = None
+    runs: list[Run] = []
     for number, line in enumerate(lines, 1):
-        if not line:
+        if not line.strip():
             continue
         try:
-            record = json.loads(line)
-            event = record["event"]
-            if run is None:
-                if event != "run" or record["format"] != FORMAT:
-                    raise KeyError
-                run = Run(path, str(record["hook"]), record)
-            elif event == "step":
-                run.steps.append(record)
-            elif event == "error":
-                run.errors.append(record)
-            elif event == "scalars" and isinstance(record.get("loss"), int | float):
-                run.losses[record["step"]] = float(record["loss"])
-        except (json.JSONDecodeError, KeyError, TypeError):
-            if run is not None and number == len(lines):
+            _take(json.loads(line, parse_constant=lambda _: None), runs, path)
+        except (json.JSONDecodeError, KeyError, TypeError, RecursionError):
+            if runs and number == len(lines):
                 break
             raise UsageError(
                 f"{path}:{number}: not a record of {FORMAT}; give a file that JSONLinesSink wrote"
             ) from None
-    if run is None or not run.steps:
-        raise UsageError(f"{path}: no step in it; a step is written when the next one begins, or by remove()")
-    return run
+    with_steps = [run for run in runs if run.steps]
+    if not with_steps:
+        what = "no step in it" if runs else "empty"
+        raise UsageError(f"{path}: {what}; a step is written when the next one begins, or by remove()")
+    return with_steps
+
+
+def _take(record: Any, runs: list[Run], path: Path) -> None:
+    """Put a record where it belongs. Raises: KeyError, TypeError: it isn't one, or lacks what its kind has."""
+    event = record["event"]
+    if event == "run":
+        if record["format"] != FORMAT:
+            raise KeyError(record["format"])
+        _check(record, {"world_size": int, "error_every": int, "backend": str, "torch": str, "hook": str})
+        if record["world_size"] < 1:
+            raise TypeError("world_size")
+        runs.append(Run(path, record["hook"], record))
+        return
+    if not runs:
+        raise KeyError("run")
+    if event == "step":
+        _check(record, dict.fromkeys(_STEP_NUMBERS, (int, float)))
+        _check(record, {name: (int, float, type(None)) for name in _STEP_MAY_LACK})
+        record["nonfinite"]
+        runs[-1].steps.append(record)
+    elif event == "error":
+        _check(record, {"step": int, "parameter": str})
+        _check(record, {name: (int, float, type(None)) for name in ("relative_error", "mean_norm")})
+        runs[-1].errors.append(record)
+    elif event == "scalars" and isinstance(record.get("loss"), int | float):
+        _check(record, {"step": int})
+        runs[-1].losses[record["step"]] = float(record["loss"])
+
+
+_STEP_NUMBERS = (
+    "step",
+    "time_seconds",
+    "exposed_seconds",
+    "raw_bytes",
+    "encode_seconds",
+    "wait_seconds",
+    "decode_seconds",
+)
+_STEP_MAY_LACK = ("step_seconds", "sent_bytes", "received_bytes")
+
+
+def _check(record: dict[str, Any], kinds: dict[str, Any]) -> None:
+    for name, kind in kinds.items():
+        if not isinstance(record[name], kind):
+            raise TypeError(f"{name}: {record[name]!r}")
 
 
 def tell_apart(runs: Sequence[Run]) -> list[Run]:
@@ -174,12 +227,12 @@ def _last_error(run: Run) -> float | None:
     """|result - mean| / |mean| over all parameters, of the last step that measured it."""
     last = max((record["step"] for record in run.errors), default=None)
     measured = [
-        record for record in run.errors if record["step"] == last and record["relative_error"] is not None
+        (record["relative_error"], record["mean_norm"])
+        for record in run.errors
+        if record["step"] == last and None not in (record["relative_error"], record["mean_norm"])
     ]
-    if not measured:
-        return None
-    wrong = math.hypot(*(record["relative_error"] * record["mean_norm"] for record in measured))
-    return wrong / math.hypot(*(record["mean_norm"] for record in measured))
+    whole = math.hypot(*(norm for _, norm in measured))
+    return math.hypot(*(error * norm for error, norm in measured)) / whole if whole else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

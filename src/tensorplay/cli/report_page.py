@@ -8,8 +8,9 @@ from tensorplay.cli.plot import PLOT_STYLE, Axis, Line, legend, line_plot
 from tensorplay.cli.progress import readable_bytes
 from tensorplay.cli.report_charts import CHART_STYLE, Bar, bar_chart, heat_map
 from tensorplay.cli.report_data import Run, Summary, summarise
+from tensorplay.cli.report_files import BarPlot, HeatMap, LinePlot, Plot
 
-__all__ = ["build_page"]
+__all__ = ["build_page", "plots_of"]
 
 _STYLE = """
 body { margin: 0 auto; max-width: 62rem; padding: 1rem; background: var(--ground); color: var(--ink);
@@ -28,6 +29,7 @@ _READING = (
     "collectives. The exposed exchange is what backward did not hide. The relative error is that of all "
     "parameters together against the exact mean, when it was last measured."
 )
+_PARTS = ("compute, with what it hides of the exchange", "encode", "wait", "decode")
 _HEADINGS = (
     "hook<br>",
     "ranks<br>",
@@ -99,9 +101,25 @@ def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1000 * seconds:.3g} ms"
 
 
-def _loss(runs: Sequence[Run]) -> str:
+def plots_of(runs: Sequence[Run]) -> list[Plot]:
+    """What the page shows as pictures, in its order; `write_plots` makes files of it.
+
+    Example:
+        >>> write_plots(plots_of([read_run(Path("run.jsonl"))]), Path("plots"))     # doctest: +SKIP
+    """
+    bars = _bars(runs, [summarise(run) for run in runs])
+    maps = [_error_map(run) for run in runs]
+    return [
+        *_loss_plots(runs)[0],
+        *([BarPlot("step-time", "Where a step's time goes", bars, _PARTS)] if bars else []),
+        *(found for found in maps if found.cells),
+    ]
+
+
+def _loss_plots(runs: Sequence[Run]) -> tuple[list[LinePlot], list[str]]:
+    """Loss against steps, bytes and time; the names of the runs whose bytes are unknown."""
     if not any(run.losses for run in runs):
-        return "<h2>Loss</h2><p>Not recorded: call observation.log(loss=…) after each backward pass.</p>"
+        return [], []
     by_step, by_bytes, by_time, without_bytes = [], [], [], []
     for run in runs:
         steps = [step for step in run.steps if step["step"] in run.losses]
@@ -117,21 +135,32 @@ def _loss(runs: Sequence[Run]) -> str:
         by_bytes.append(Line(run.name, [sent[step["step"]] for step in steps], losses))
     vertical = Axis("loss")
     sent_axis = Axis("sent by this rank since the start", logarithmic=True, text=readable_bytes)
-    plots = (
-        ("Loss against steps", line_plot(by_step, Axis("step"), vertical, "Loss against steps")),
-        ("Loss against bytes", line_plot(by_bytes, sent_axis, vertical, "Loss against bytes sent")),
-        ("Loss against time", line_plot(by_time, Axis("seconds"), vertical, "Loss against time")),
+    return [
+        LinePlot("loss-against-steps", "Loss against steps", by_step, Axis("step"), vertical),
+        LinePlot("loss-against-bytes", "Loss against bytes sent", by_bytes, sent_axis, vertical),
+        LinePlot(
+            "loss-against-time", "Loss against time", by_time, Axis("seconds since the start"), vertical
+        ),
+    ], without_bytes
+
+
+def _loss(runs: Sequence[Run]) -> str:
+    plots, without_bytes = _loss_plots(runs)
+    if not plots:
+        return "<h2>Loss</h2><p>Not recorded: call observation.log(loss=…) after each backward pass.</p>"
+    sections = "".join(
+        f"<section><h2>{plot.title}</h2>"
+        f"{line_plot(plot.lines, plot.horizontal, plot.vertical, plot.title)}</section>"
+        for plot in plots
     )
-    sections = "".join(f"<section><h2>{name}</h2>{plot}</section>" for name, plot in plots)
     note = ""
     if without_bytes:
         note = f'<p class="quiet">Bytes unknown: {escape(", ".join(without_bytes))}.</p>'
     return f'<div class="plots">{sections}</div>{legend([run.name for run in runs])}{note}'
 
 
-def _time(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
-    parts = ("compute, with what it hides of the exchange", "encode", "wait", "decode")
-    bars = [
+def _bars(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[Bar]:
+    return [
         Bar(
             run.name,
             [s.compute_seconds, s.encode_seconds, s.wait_seconds, s.decode_seconds],
@@ -139,21 +168,31 @@ def _time(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
         for run, s in zip(runs, summaries, strict=True)
         if s.compute_seconds is not None
     ]
+
+
+def _time(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
+    bars = _bars(runs, summaries)
     if not bars:
         return "<h2>Where a step's time goes</h2><p>It takes two steps to know how long one is.</p>"
     return (
-        f"<h2>Where a step's time goes</h2>{bar_chart(bars, parts)}"
+        f"<h2>Where a step's time goes</h2>{bar_chart(bars, _PARTS)}"
         '<p class="quiet">Encode, wait and decode share out the exposed exchange as their own times, which overlap '
         "with each other and with backward, are to each other.</p>"
     )
 
 
-def _errors(run: Run) -> str:
+def _error_map(run: Run) -> HeatMap:
     cells = {
         (record["parameter"], record["step"]): record["relative_error"]
         for record in run.errors
         if record["relative_error"] is not None
     }
+    title = f"Relative error a layer: {run.name}"
+    return HeatMap(f"relative-error-{run.name}", title, cells, "|result - mean| / |mean|")
+
+
+def _errors(run: Run) -> str:
+    cells = _error_map(run).cells
     heading = f"<h2>Relative error a layer: {escape(run.name)}</h2>"
     if not cells:
         every = run.about["error_every"]

@@ -46,6 +46,20 @@ def test_every_public_name_is_torchs_own_object(ours: str, theirs: str, own: set
     assert set(names) <= set(dir(package))
 
 
+def test_testing_holds_torchs_names_beside_run_ranks() -> None:
+    for name in ("FileCheck", "assert_close", "make_tensor"):
+        assert getattr(tp.testing, name) is getattr(torch.testing, name)
+        assert name in tp.testing.__all__
+    assert tp.testing.run_ranks.__module__ == "tensorplay.testing.ranks"
+    assert {"MAX_WORLD_SIZE", "RankFailure", "run_ranks"} <= set(tp.testing.__all__)
+    tp.testing.assert_close(tp.ones(2), tp.ones(2))
+    with pytest.raises(AssertionError, match="not close"):
+        tp.testing.assert_close(tp.ones(2), tp.zeros(2))
+    with pytest.raises(AttributeError, match=r"module 'tensorplay\.testing' has no attribute 'assert_clsoe'"):
+        tp.testing.assert_clsoe  # noqa: B018
+    assert importlib.import_module("tensorplay.testing.pool").__name__ == "tensorplay.testing.pool"
+
+
 def test_names_a_star_import_leaves_out_resolve_too() -> None:
     star: dict[str, object] = {}
     exec("from tensorplay import *", star)
@@ -271,6 +285,8 @@ def test_a_type_checker_resolves_torchs_classes(tmp_path: Path) -> None:
         "dist.init_process_group": "backend: str | None",
         "tp.distributed.get_rank()": "int",
         "tp.nn.parallel.DistributedDataParallel": "tensorplay.nn.parallel.distributed.DistributedDataParallel",
+        "tp.testing.assert_close": "def (actual: Any, expected: Any",
+        "tp.testing.MAX_WORLD_SIZE": "int",
     }
     wrong = ["tp.foo", "tp.nn.Linera", "dist.get_rnak", 'tp.nn.Linear("2", 2)']
     snippet = tmp_path / "snippet.py"

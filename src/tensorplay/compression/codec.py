@@ -36,7 +36,8 @@ class Codec(ABC):
     Shapes: values (n,) float32, contiguous, n a multiple of `group_size`; payload (wire_bytes(n),) uint8, its memory
     aligned to 16 bytes.
 
-    A subclass writes `wire_bytes`, `encode`, `decode`, and `is_finite`; `decode_add` when it can be done faster.
+    A subclass writes `wire_bytes`, `encode`, `decode`, and `is_finite`; `decode_add`, `decode_scaled` and
+    `encode_residual` when they can be done faster.
     Rules every codec keeps, each checked by the conformance suite:
 
     * zeros come back as zeros; `encode` doesn't change `values` (`encode_residual` does);
@@ -73,8 +74,31 @@ class Codec(ABC):
         self.decode(payload, values, context)
         out.add_(values, alpha=factor)
 
-    def encode_residual(self, values: torch.Tensor, payload: torch.Tensor, context: Context) -> None:
-        """Write the payload of `values` and leave in `values` what was not sent: values - decode(payload)."""
+    def decode_scaled(
+        self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context
+    ) -> None:
+        """out = factor * decode(payload)."""
+        self.decode(payload, out, context)
+        if factor != 1.0:
+            out.mul_(factor)
+
+    def encode_residual(
+        self,
+        values: torch.Tensor,
+        payload: torch.Tensor,
+        context: Context,
+        addend: torch.Tensor | None = None,
+    ) -> None:
+        """Write the payload of `values` (+ `addend`) and leave in `values` what was not sent.
+
+            values = values + addend - decode(payload)
+
+        Args:
+            values: float32 (n,), changed. payload, context: as for `encode`.
+            addend: float32 (n,), what to add first; None: nothing.
+        """
+        if addend is not None:
+            values.add_(addend)
         self.encode(values, payload, context)
         self.decode_add(payload, values, -1.0, context)
 

@@ -47,6 +47,13 @@ class Port:
         """Write the block's values to `out` (block.numel,), zeros in its gaps."""
         raise NotImplementedError
 
+    def in_place(self, block: Block) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Where the block's values lie already, and what belongs to them as a sum; None where `load` must gather them.
+
+        A codec may then work right there: what it leaves behind counts as parked, and nothing is copied.
+        """
+        return None
+
     def park(self, block: Block, left: torch.Tensor, scratch: Scratch) -> None:
         """Keep what was not sent of a block until it is known whether the step counts."""
 
@@ -65,6 +72,13 @@ class GradientPort(Port):
             out[s.at : s.at + s.length].copy_(self.values[s.index][s.start : s.start + s.length])
         for low, high in block.gaps:
             out[low:high].zero_()
+
+    def in_place(self, block: Block) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        s = block.segments[0]
+        values = self.values[s.index]
+        if not block.is_one_piece or values.dtype != block.dtype:
+            return None
+        return values[s.start : s.start + s.length], None
 
     def store(self, block: Block, result: torch.Tensor) -> None:
         """Write a block's result to the gradients."""
@@ -106,6 +120,12 @@ class ErrorFeedback(Port):
         for low, high in block.gaps:
             out[low:high].zero_()
 
+    def in_place(self, block: Block) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        spot = self._port.in_place(block)
+        if spot is None or not block.compressed:
+            return spot
+        return (spot[0], self._residual(block.segments[0])) if spot[0].dtype == torch.float32 else None
+
     def park(self, block: Block, left: torch.Tensor, scratch: Scratch) -> None:
         """In the gradients themselves where they are float32: they have been read, and the result replaces them."""
         if self._port.values[block.segments[0].index].dtype == torch.float32:
@@ -144,6 +164,9 @@ class MeanPort(Port):
     def load(self, block: Block, out: torch.Tensor) -> None:
         out.copy_(self.mean(block))
 
+    def in_place(self, block: Block) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        return self.mean(block), None
+
 
 class OwnerErrorFeedback(Port):
     """Error feedback of the second rounding: one residual of the mean, on the rank that owns the chunk.
@@ -161,6 +184,13 @@ class OwnerErrorFeedback(Port):
         if block.compressed:
             for s in block.segments:
                 out[s.at : s.at + s.length].add_(self._residual(s))
+
+    def in_place(self, block: Block) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        if not block.compressed:
+            return self._port.in_place(block)
+        if not block.is_one_piece or block.dtype != torch.float32:
+            return None
+        return self._port.mean(block), self._residual(block.segments[0])
 
     def park(self, block: Block, left: torch.Tensor, scratch: Scratch) -> None:
         """In place of the mean, which has been read."""

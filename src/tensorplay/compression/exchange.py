@@ -11,8 +11,9 @@ fail instead of decoding nonsense, and one flag a slice: whether this rank's bac
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -124,19 +125,40 @@ class _Route:
         """Write a chunk's header and payloads."""
         self.write_header(message)
         for block in chunk.blocks:
-            values = self.scratch.borrow("block", block.numel, block.dtype, self.device)
-            self.port.load(block, values)
-            divides = self.divides_all or block.codec.divide_first
-            if divides:
-                values.mul_(1.0 / self.terms.divisor)
             context = self.context(block, self.terms.rank)
-            if self.port.remembers and block.compressed:
-                block.codec.encode_residual(values, _payload(message, block), context)
-                if divides:
-                    values.mul_(float(self.terms.divisor))
-                self.port.park(block, values, self.scratch)
-            else:
-                block.codec.encode(values, _payload(message, block), context)
+            divides = self.divides_all or block.codec.divide_first
+            self.encode_block(
+                block, block.codec, self.port, _payload(message, block), context, divides=divides
+            )
+
+    def encode_block(
+        self,
+        block: Block,
+        codec: Codec,
+        port: Port,
+        payload: torch.Tensor,
+        context: Context,
+        *,
+        divides: bool,
+    ) -> None:
+        """Write one payload; where the port remembers, park what was not sent. In place where that can be."""
+        remembers = port.remembers and block.compressed
+        spot = None if divides else port.in_place(block)
+        if spot is None:
+            values, addend = self.scratch.borrow("block", block.numel, block.dtype, self.device), None
+            port.load(block, values)
+        else:
+            values, addend = spot
+        if divides:
+            values.mul_(1.0 / self.terms.divisor)
+        if not remembers:
+            codec.encode(values, payload, context)
+            return
+        codec.encode_residual(values, payload, context, addend)
+        if divides:
+            values.mul_(float(self.terms.divisor))
+        if spot is None:
+            port.park(block, values, self.scratch)
 
     def write_header(self, message: torch.Tensor) -> None:
         header = message[: self.unit.header_bytes]
@@ -164,9 +186,7 @@ class _Route:
         if source:
             block.codec.decode_add(payload, total, factor, context)
         else:
-            block.codec.decode(payload, total, context)
-            if factor != 1.0:
-                total.mul_(factor)
+            block.codec.decode_scaled(payload, total, factor, context)
 
     def conditions(self, finite: Condition) -> dict[int, Condition]:
         """For each slice of the unit, whether this step counts: finite everywhere and used somewhere."""
@@ -177,26 +197,34 @@ class _Route:
     def condition(self, finite: torch.Tensor) -> Condition:
         return bool(finite) if self.device.type == "cpu" else finite
 
-    def settle(self, chunk: Chunk, keep: dict[int, Condition]) -> None:
-        """Let residuals become what was not sent of a chunk, where the step counts."""
-        if self.port.remembers:
-            table = _Table(keep)
-            for block in chunk.blocks:
-                if block.compressed:
-                    self.port.settle(block, table)
-
-    def store(
-        self, block: Block, result: torch.Tensor, finite: Condition, keep: dict[int, Condition]
+    def deliver(
+        self,
+        block: Block,
+        finite: Condition,
+        keep: dict[int, Condition],
+        decode: Callable[[torch.Tensor], None],
     ) -> None:
-        """Write a block's result: the mean, zero where no rank used the slice, NaN where the unit isn't finite."""
-        if isinstance(finite, torch.Tensor):
-            result = torch.where(finite, result, torch.full_like(result, torch.nan))
-            self.gradients.store(block, result)
-            return
-        if not finite:
+        """End a block: its residual, then its result, which `decode` writes, in place where that can be.
+
+        Residuals become what was not sent, where the step counts. The result is the mean, zero where no rank used the
+        slice, NaN where the unit isn't finite.
+        """
+        if self.port.remembers and block.compressed:
+            self.port.settle(block, _Table(keep))
+        if finite is False:
             self.gradients.fill(block, torch.nan)
             return
-        self.gradients.store(block, result)
+        spot = self.gradients.in_place(block) if finite is True else None
+        if spot is not None:
+            decode(spot[0])
+        else:
+            result = self.scratch.borrow("block", block.numel, block.dtype, self.device)
+            decode(result)
+            if isinstance(finite, torch.Tensor):
+                result = torch.where(finite, result, torch.full_like(result, torch.nan))
+            self.gradients.store(block, result)
+        if isinstance(finite, torch.Tensor):
+            return
         unused = {index for index, counts in keep.items() if counts is False}
         if unused:
             self.gradients.fill(block, 0.0, unused)
@@ -278,28 +306,21 @@ class _TwoShot(_Route):
         mine = self.borrow_bytes("second/own", self.own.second_bytes)
         second[rank] = mine
         for block in self.own.blocks:
-            values = self.scratch.borrow("block", block.numel, block.dtype, self.device)
-            self.second_port.load(block, values)
-            if self.second_port.remembers and block.compressed:
-                block.second.encode_residual(
-                    values, _second_payload(mine, block), self.second_context(block, rank)
-                )
-                self.second_port.park(block, values, self.scratch)
-            else:
-                block.second.encode(values, _second_payload(mine, block), self.second_context(block, rank))
+            payload, context = _second_payload(mine, block), self.second_context(block, rank)
+            self.encode_block(block, block.second, self.second_port, payload, context, divides=False)
         yield AllToAll(
             lambda peer: mine,
             [None if peer == rank else second[peer] for peer in range(world_size)],
             lambda source: None,
         )
-        self._finish(second)
+        return self._finish(second)
 
     def _inbox(self, name: str, sizes: list[int]) -> list[torch.Tensor]:
         """One view a rank of one buffer; the own view is empty."""
         sizes = [0 if peer == self.terms.rank else size for peer, size in enumerate(sizes)]
         return _split(self.borrow_bytes(name, sum(sizes)), sizes)
 
-    def _finish(self, second: list[torch.Tensor]) -> None:
+    def _finish(self, second: list[torch.Tensor]) -> Condition:
         good = torch.ones((), dtype=torch.bool, device=self.device)
         for owner, chunk in enumerate(self.unit.chunks):
             for block in chunk.blocks:
@@ -307,17 +328,13 @@ class _TwoShot(_Route):
                 good &= block.second.is_finite(payload, block.numel, self.second_context(block, owner))
         finite = self.condition(good)
         keep = self.conditions(finite)
-        table = _Table(keep)
         for owner, chunk in enumerate(self.unit.chunks):
-            self.settle(chunk, keep)
             for block in chunk.blocks:
-                result = self.scratch.borrow("block", block.numel, block.dtype, self.device)
-                block.second.decode(
-                    _second_payload(second[owner], block), result, self.second_context(block, owner)
-                )
+                payload, context = _second_payload(second[owner], block), self.second_context(block, owner)
+                self.deliver(block, finite, keep, partial(block.second.decode, payload, context=context))
                 if owner == self.terms.rank and self.second_port.remembers and block.compressed:
-                    self.second_port.settle(block, table)
-                self.store(block, result, finite, keep)
+                    self.second_port.settle(block, _Table(keep))
+        return finite
 
 
 class _Gather(_Route):
@@ -359,12 +376,14 @@ class _Gather(_Route):
                 )
         finite = self.condition(good)
         keep = self.conditions(finite)
-        self.settle(chunk, keep)
         for block in chunk.blocks:
-            mean = self.scratch.borrow("block", block.numel, block.dtype, self.device)
-            for source, message in enumerate(messages):
-                self.accumulate(block, _payload(message, block), source, mean)
-            self.store(block, mean, finite, keep)
+
+            def decode(mean: torch.Tensor, block: Block = block) -> None:
+                for source, message in enumerate(messages):
+                    self.accumulate(block, _payload(message, block), source, mean)
+
+            self.deliver(block, finite, keep, decode)
+        return finite
 
 
 class _Sum(_Route):
@@ -395,11 +414,10 @@ class _Sum(_Route):
             good &= block.codec.is_finite(_payload(message, block), block.numel, self.context(block, 0))
         finite = self.condition(good)
         keep = self.conditions(finite)
-        self.settle(chunk, keep)
         for block in chunk.blocks:
-            result = self.scratch.borrow("block", block.numel, block.dtype, self.device)
-            block.codec.decode(_payload(message, block), result, self.context(block, 0))
-            self.store(block, result, finite, keep)
+            payload, context = _payload(message, block), self.context(block, 0)
+            self.deliver(block, finite, keep, partial(block.codec.decode, payload, context=context))
+        return finite
 
     def _runs(self, chunk: Chunk, message: torch.Tensor) -> list[torch.Tensor]:
         """The payloads as tensors of the dtype they are added in; neighbours of one dtype are one tensor."""

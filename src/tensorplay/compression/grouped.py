@@ -193,17 +193,7 @@ class GroupScaled(Codec):
         context: Context,
         addend: torch.Tensor | None = None,
     ) -> None:
-        """Write the payload of `values` (+ `addend`) and leave in `values` what was not sent.
-
-            values = values + addend - decode(payload)
-
-        The same as adding, `encode`, and `decode_add` with factor -1, but run by run, so that each run is read from
-        memory and written to it once: half the time.
-
-        Args:
-            values: float32 (n,), changed. payload, context: as for `encode`.
-            addend: float32 (n,), what to add first; None: nothing.
-        """
+        """As `Codec.encode_residual`, run by run: each is read from memory and written once, in half the time."""
         self._encode(values, payload, context, addend, subtract=True)
 
     def _encode(
@@ -242,12 +232,18 @@ class GroupScaled(Codec):
 
     def decode(self, payload: torch.Tensor, out: torch.Tensor, context: Context) -> None:
         """Write scale * level to `out`."""
+        self.decode_scaled(payload, out, 1.0, context)
+
+    def decode_scaled(
+        self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context
+    ) -> None:
+        """Write factor * scale * level to `out`; the product of factor and scale is made once a group."""
         if out.dtype != torch.float32:
             values = context.scratch.borrow("grouped/decoded", out.numel(), torch.float32, out.device)
-            self.decode(payload, values, context)
+            self.decode_scaled(payload, values, factor, context)
             out.copy_(values)
             return
-        for run in self._decoding(payload, out, 1.0, context):
+        for run in self._decoding(payload, out, factor, context):
             self._levels(run.codes, run.values, run)
             run.values.mul_(run.scales_column)
 

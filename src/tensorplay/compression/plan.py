@@ -28,8 +28,8 @@ __all__ = [
     "plan_units",
 ]
 
-BLOCK_ELEMENTS = 1 << 18
-"""Elements of one call of a codec: its temporaries then stay in the cache."""
+BLOCK_ELEMENTS = 1 << 19
+"""Values of one call of a codec: enough that calling costs little; codecs go through it in runs that fit the cache."""
 UNIT_ELEMENTS = 1 << 21
 """Elements of one exchange: enough to fill the wire, few enough that one is encoded while another is sent."""
 _HEADER_BYTES = 16  # 8 of fingerprint, then one flag a slice, rounded up
@@ -67,6 +67,11 @@ class Block:
     second_bytes: int
     mean_offset: int
     compressed: bool
+
+    @property
+    def is_one_piece(self) -> bool:
+        """Whether the block is one stretch of one slice, with no padding."""
+        return len(self.segments) == 1 and not self.gaps
 
 
 @dataclass(frozen=True)

@@ -13,22 +13,19 @@ from torch import nn
 from tensorplay.advisor.advice import Advice, AdviseSettings, Prediction
 from tensorplay.advisor.compute import Training
 from tensorplay.advisor.network import measure_links
+from tensorplay.advisor.ranking import PLAIN, best_of, predict_all, ranked
 from tensorplay.compression.participation import resolve_group
 from tensorplay.distributed.algorithms.ddp_comm_hooks._probe import (
     SampleBucket,
     agree,
-    look_at_host,
+    look_at_hosts,
     measure_cost,
     sample_bytes,
     sample_shapes,
 )
-from tensorplay.distributed.algorithms.ddp_comm_hooks._risk import caution_of, is_allowed, risk_of
 from tensorplay.distributed.algorithms.ddp_comm_hooks._step_time import (
     ComputeTrace,
     ExchangeCost,
-    StepTime,
-    contention,
-    predict_step,
 )
 from tensorplay.distributed.algorithms.ddp_comm_hooks.register import make_hook
 
@@ -47,7 +44,6 @@ DEFAULT_HOOKS = (
     "power_sgd_rank2",
 )
 """The hooks that `advise` looks at unless told otherwise."""
-PLAIN = "allreduce"
 _REPEATS = 3
 
 
@@ -101,30 +97,28 @@ def advise(
     for name in names:
         make_hook(name, group)  # an unknown name is told before anything is measured
     training = Training(model, batches, loss or _mean_of_squares, group, optimizer)
-    host, machines = look_at_host(group)
-    told = agree([contention(host.ranks, host.threads, host.cores)], group, training.device)
+    host, machines = look_at_hosts(group)
     links = measure_links(group, machines, training.device)
     trace = training.trace(settings.budget_seconds / 8)
     speed = links[0].bytes_per_second if links else math.inf
     costs, failures = _costs(names, training, group, trace, speed)
-    steps = {name: predict_step(trace, cost, told[0]) for name, cost in costs.items()}
-    predictions = [
-        _prediction(name, trace, costs.get(name), steps.get(name), failures.get(name, ""), settings.max_risk)
-        for name in names
-    ]
-    predictions = _ranked(predictions)
-    if settings.trial:
-        predictions = _ranked(_tried(predictions, training, group, settings, began))
+    again = training.trace(settings.budget_seconds / 16)
+    trace = min(
+        trace, again, key=lambda one: one.step_seconds
+    )  # something else may have run beside one of them
+    predictions = predict_all(names, trace, costs, failures, host.contention, settings.max_risk)
+    if settings.trial and group.size() > 1:
+        predictions = ranked(_tried(predictions, training, group, settings, began))
     (seconds,) = agree([time.perf_counter() - began], group, training.device)
     return Advice(
-        best=_best(predictions, settings.min_gain),
+        best=best_of(predictions, settings.min_gain if group.size() > 1 else 1.0),
         predictions=tuple(predictions),
         world_size=group.size(),
         hosts=len(set(machines)),
         cores=host.cores,
         ranks_on_host=host.ranks,
         threads=host.threads,
-        contention=told[0],
+        contention=host.contention,
         links=links,
         trace=trace,
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -159,54 +153,6 @@ def _costs(
     return costs, failures
 
 
-def _prediction(
-    name: str,
-    trace: ComputeTrace,
-    cost: ExchangeCost | None,
-    step: StepTime | None,
-    failure: str,
-    max_risk: str,
-) -> Prediction:
-    sent = None
-    if cost is not None and cost.sent_per_byte is not None:
-        sent = cost.sent_per_byte * trace.gradient_bytes
-    return Prediction(
-        hook=name,
-        formula_seconds=math.nan if step is None else step.seconds,
-        tried_seconds=None,
-        gain=math.nan,
-        sent_bytes=sent,
-        risk=risk_of(name),
-        allowed=step is not None and is_allowed(name, max_risk),
-        reason=f"its exchange failed: {failure}" if step is None else _reason(step, sent),
-        caution=caution_of(name),
-        cost=cost,
-    )
-
-
-def _reason(step: StepTime, sent_bytes: float | None) -> str:
-    """What decides a step's time, in one line."""
-    sends = "" if sent_bytes is None else f"sends {sent_bytes / 1e6:.1f} MB; "
-    exposed = step.seconds - step.compute_seconds
-    if step.bound_by == "compute":
-        return f"{sends}the exchange hides behind backward"
-    if step.bound_by == "link":
-        return (
-            f"{sends}the link is busy for {step.exchange_seconds:.3g} s, {exposed:.3g} s of it after backward"
-        )
-    return (
-        f"{sends}the processor is the limit: {step.cpu_seconds:.3g} s of exchange beside "
-        f"{step.compute_seconds:.3g} s of computation"
-    )
-
-
-def _ranked(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Fastest first, those that could not be predicted last; gains filled in."""
-    plain = next(p for p in predictions if p.hook == PLAIN)
-    filled = [replace(p, gain=plain.step_seconds / p.step_seconds) for p in predictions]
-    return sorted(filled, key=lambda p: (p.step_seconds != p.step_seconds, p.step_seconds))
-
-
 def _tried(
     predictions: Sequence[Prediction],
     training: Training,
@@ -225,12 +171,3 @@ def _tried(
             continue
         measured[name] = training.try_hook(name, expected)
     return [replace(p, tried_seconds=measured.get(p.hook)) for p in predictions]
-
-
-def _best(predictions: Sequence[Prediction], min_gain: float) -> Prediction:
-    """The fastest allowed hook if it saves enough of plain all-reduce's step, else plain all-reduce."""
-    plain = next(p for p in predictions if p.hook == PLAIN)
-    for prediction in predictions:
-        if prediction.allowed and prediction.step_seconds <= plain.step_seconds * (1 - min_gain):
-            return prediction
-    return plain

@@ -15,7 +15,7 @@ from tensorplay.distributed.algorithms.ddp_comm_hooks._probe import (
     SMALLEST_SAMPLE_BYTES,
     SampleBucket,
     agree,
-    look_at_host,
+    look_at_hosts,
     measure_cost,
     sample_bytes,
     sample_shapes,
@@ -24,7 +24,6 @@ from tensorplay.distributed.algorithms.ddp_comm_hooks._step_clock import Seen
 from tensorplay.distributed.algorithms.ddp_comm_hooks._step_time import (
     ComputeTrace,
     ExchangeCost,
-    contention,
     predict_step,
 )
 
@@ -92,8 +91,7 @@ def choose(seen: Seen, noted: Candidates, names: Sequence[str], group: dist.Proc
     agreed = agree([seen.period_seconds, seen.gap_seconds, *seen.offset_seconds], group, device)
     seen = Seen(agreed[0], agreed[1], tuple(agreed[2:]), seen.bucket_bytes)
     costs = _costs([_PLAIN, *names], sum(seen.bucket_bytes), noted, group)
-    host, _ = look_at_host(group)
-    (k,) = agree([contention(host.ranks, host.threads, host.cores)], group, device)
+    k = look_at_hosts(group)[0].contention
     trace = trace_from(seen, costs[_PLAIN], k)
     plain = predict_step(trace, costs[_PLAIN], k).seconds
     scale = seen.period_seconds / plain if plain > 0 else 1.0

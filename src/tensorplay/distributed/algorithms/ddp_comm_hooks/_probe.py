@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from tensorplay.compression.collective import all_reduce_sum, traffic
 from tensorplay.distributed.algorithms.ddp_comm_hooks._protocol import HookFunction, as_future
-from tensorplay.distributed.algorithms.ddp_comm_hooks._step_time import ExchangeCost
+from tensorplay.distributed.algorithms.ddp_comm_hooks._step_time import ExchangeCost, contention
 
-__all__ = ["Host", "SampleBucket", "agree", "look_at_host", "measure_cost", "sample_bytes", "sample_shapes"]
+__all__ = ["Host", "SampleBucket", "agree", "look_at_hosts", "measure_cost", "sample_bytes", "sample_shapes"]
 
 SMALLEST_SAMPLE_BYTES, LARGEST_SAMPLE_BYTES = 2 << 20, 32 << 20
 
@@ -188,8 +188,8 @@ def measure_cost(
             sent = traffic.sent_bytes - before
         seconds.append(statistics.median(agree(walls, group, device)))
         cpu = statistics.median(cpus)
-    (cpu,) = agree([cpu], group, device, "mean")
-    counted = None if not sent and group.size() > 1 else sent
+    cpu, counted_bytes = agree([cpu, sent], group, device, "mean")
+    counted = None if not counted_bytes and group.size() > 1 else counted_bytes
     return ExchangeCost.from_two(
         (samples[0].nbytes, samples[1].nbytes), (seconds[0], seconds[1]), cpu, counted
     )
@@ -197,7 +197,7 @@ def measure_cost(
 
 @dataclass(frozen=True)
 class Host:
-    """The machine this rank runs on.
+    """A machine that ranks run on.
 
     Attributes:
         ranks: of the group, on this machine. cores: that they may use together. threads: a rank computes with.
@@ -207,16 +207,27 @@ class Host:
     cores: float
     threads: int
 
+    @property
+    def contention(self) -> float:
+        """k of the formula."""
+        return contention(self.ranks, self.threads, self.cores)
 
-def look_at_host(group: dist.ProcessGroup) -> tuple[Host, list[str]]:
-    """This rank's machine, and which machine every rank runs on. Containers of one kernel are one machine."""
+
+def look_at_hosts(group: dist.ProcessGroup) -> tuple[Host, list[str]]:
+    """The machine whose cores are shortest, the first of equals, and which machine every rank runs on.
+
+    Containers of one kernel are one machine. The same answer on every rank.
+    """
     mine = (_machine(), sorted(_affinity()), _core_quota(), torch.get_num_threads())
     told: list[Any] = [None] * group.size()
     dist.all_gather_object(told, mine, group=group)
-    here = [entry for entry in told if entry[0] == mine[0]]
-    cores = set().union(*(entry[1] for entry in here))
-    host = Host(len(here), min(float(len(cores)), mine[2]), max(entry[3] for entry in here))
-    return host, [entry[0] for entry in told]
+    hosts = []
+    for machine in dict.fromkeys(entry[0] for entry in told):
+        here = [entry for entry in told if entry[0] == machine]
+        cores: set[int] = set().union(*(entry[1] for entry in here))
+        quota = min(entry[2] for entry in here)
+        hosts.append(Host(len(here), min(float(len(cores)), quota), max(entry[3] for entry in here)))
+    return max(hosts, key=lambda host: host.contention), [entry[0] for entry in told]
 
 
 def _machine() -> str:

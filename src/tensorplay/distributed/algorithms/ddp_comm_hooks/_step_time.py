@@ -50,7 +50,7 @@ class ExchangeCost:
 
     @staticmethod
     def from_two(
-        nbytes: tuple[int, int], seconds: tuple[float, float], cpu_seconds: float, sent_bytes: int | None
+        nbytes: tuple[int, int], seconds: tuple[float, float], cpu_seconds: float, sent_bytes: float | None
     ) -> "ExchangeCost":
         """Fit seconds = latency + rate x bytes to a small and a large exchange; both terms stay >= 0.
 

@@ -20,7 +20,7 @@ from tensorplay.cli.compare_plot import PANEL_HEIGHT, PANEL_WIDTH, Style, hooks_
 from tensorplay.cli.hooks import COMPUTE_ALONE
 from tensorplay.cli.plot import PLOT_STYLE
 
-MARGIN, ROW, LEGEND_COLUMN, LETTERS_A_COLUMN = 14, 18, 236, 74
+MARGIN, ROW, LEGEND_COLUMN, LETTERS_A_COLUMN = 14, 18, 236, 68
 
 
 def draw(comparison: dict[str, Any]) -> str:
@@ -69,7 +69,7 @@ def draw(comparison: dict[str, Any]) -> str:
         f"{about['processor']}, {about['cores']} cores shared by all ranks; torch {about['torch']}, gloo."
         + (f" Failed somewhere: {', '.join(failed)}." if failed else "")
     )
-    for line in textwrap.wrap(made, int(LETTERS_A_COLUMN * len(counts) * 1.1)):
+    for line in textwrap.wrap(made, LETTERS_A_COLUMN * len(counts)):
         parts.append(_text(MARGIN, top, line, "quiet"))
         top += ROW
     height = top + 2

@@ -35,6 +35,7 @@ __all__ = ["Choices", "add_arguments", "check_arguments", "run"]
 _HOOKS = "torch:allreduce,torch:fp16,allreduce,fp16_compress,int8,int4,topk:0.01,power_sgd"
 _RANKS, _RATES = "2", "200mbit,1gbit,unlimited"
 _PIPED_WIDTH = 110
+_LAB_LINKS = "network namespaces, a full-duplex link of the rate for each rank, shaped by tc at both ends"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -43,12 +44,15 @@ class Choices:
     """What the user asked for, checked.
 
     Attributes:
-        ranks, rates: one cell for each pair. hooks: names, "noop" and plain all-reduce always among them.
+        ranks, rates: one cell for each pair; the rate is "loopback" where links can't be shaped.
+        links: how they are made.
+        hooks: names, "noop" and plain all-reduce always among them.
         out: the folder. settings: by number of ranks.
     """
 
     ranks: tuple[int, ...]
     rates: tuple[str, ...]
+    links: str
     hooks: tuple[str, ...]
     out: Path
     settings: dict[int, Settings]
@@ -79,6 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rates",
         default=_RATES,
         help=f"as 200mbit, 1gbit, unlimited; needs root and iproute2 (default: {_RATES})",
+    )
+    parser.add_argument(
+        "--links",
+        default="auto",
+        choices=["auto", "namespaces", "loopback"],
+        help="network namespaces, or this machine's loopback, where --rates has no effect; auto: namespaces if they "
+        "can be made (default: auto)",
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each hook in a cell (default: 3)")
     parser.add_argument("--steps", type=int, default=4, help="measured steps a run (default: 4)")
@@ -141,7 +152,20 @@ def check_arguments(arguments: argparse.Namespace) -> Choices:
         )
         for count in ranks
     }
-    return Choices(tuple(ranks), tuple(rates), tuple(hooks), _prepare_folder(arguments.out), settings)
+    links = _LAB_LINKS
+    if reason := _no_lab(arguments.links):
+        rates, links = [LOOPBACK], f"this machine's loopback, --rates has no effect: {reason}"
+    return Choices(tuple(ranks), tuple(rates), links, tuple(hooks), _prepare_folder(arguments.out), settings)
+
+
+def _no_lab(links: str) -> str:
+    """Why ranks are to run over loopback, or ''."""
+    if links == "loopback":
+        return "--links loopback"
+    reason = available()
+    if reason and links == "namespaces":
+        raise UsageError(f"--links namespaces: {reason}; --links loopback needs none")
+    return reason
 
 
 def _threads(ranks: int, cores: int) -> int:
@@ -189,14 +213,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     choices = check_arguments(arguments)
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH, soft_wrap=True)
-    reason = available()
-    rates: tuple[str, ...] = choices.rates
-    links = "network namespaces, a full-duplex link of the rate for each rank, shaped by tc at both ends"
-    if reason:
-        rates, links = (LOOPBACK,), f"this machine's loopback: {reason}"
-        console.print(
-            f"no links of a chosen rate ({reason}): this machine's loopback instead", highlight=False
-        )
+    console.print(f"links: {choices.links}", highlight=False)
     comparison: dict[str, Any] = {}
     try:
         with _ended_by_signals():
@@ -204,7 +221,7 @@ def run(arguments: argparse.Namespace) -> int:
             parameters: int | None = None
             for ranks in choices.ranks:
                 failed_before: dict[str, str] = {}
-                for rate in rates:
+                for rate in choices.rates:
                     runs = _run_one(choices, ranks, rate, failed_before, console)
                     parameters = runs.parameters or parameters
                     cells.append(build_cell(ranks, rate, choices.hooks, runs, choices.settings[ranks]))
@@ -213,7 +230,7 @@ def run(arguments: argparse.Namespace) -> int:
                     comparison = {
                         "format": FORMAT,
                         "made_by": "tensorplay compare",
-                        "about": build_about(choices.settings[ranks], command, links, parameters),
+                        "about": build_about(choices.settings[ranks], command, choices.links, parameters),
                         "cells": cells,
                     }
                     _write(choices.out, comparison)

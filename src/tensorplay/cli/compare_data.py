@@ -190,7 +190,7 @@ def where_it_does_not_pay(cells: Sequence[dict[str, Any]]) -> list[str]:
         >>> rows = [{"hook": "allreduce", "step_seconds": 0.3, "speedup": 1.0, "failure": None}]
         >>> rows += [{"hook": "int8", "step_seconds": 0.4, "speedup": 0.75, "failure": None}]
         >>> where_it_does_not_pay([{"ranks": 2, "rate": "unlimited", "plain": "allreduce", "rows": rows}])
-        ['2 ranks, unlimited: no hook pays. Plain all-reduce takes 300 ms a step; int8 0.75 x.']
+        ['2 ranks, unlimited: no hook pays: int8 0.75 x. Plain all-reduce takes 300 ms a step.']
     """
     return [_sentence(cell) for cell in cells]
 
@@ -206,15 +206,15 @@ def _sentence(cell: dict[str, Any]) -> str:
     ]
     plain_seconds = next(row["step_seconds"] for row in cell["rows"] if row["hook"] == cell["plain"])
     plain = f"Plain all-reduce takes {1000 * plain_seconds:.0f} ms a step"
-    slow = [f"{row['hook']} {row['speedup']:.2f} x" for row in others if not pays(row)]
     if not others:
         return f"{where}: no other hook has figures."
+    slow = ", ".join(f"{row['hook']} {row['speedup']:.2f} x" for row in others if not pays(row))
+    paying = sum(pays(row) for row in others)
     if not slow:
         return f"{where}: every hook pays. {plain}."
-    beginning = (
-        "no hook pays" if len(slow) == len(others) else f"{len(slow)} of {len(others)} hooks don't pay"
-    )
-    return f"{where}: {beginning}. {plain}; {', '.join(slow)}."
+    if not paying:
+        return f"{where}: no hook pays: {slow}. {plain}."
+    return f"{where}: {slow}; {paying} of {len(others)} pay. {plain}."
 
 
 def build_about(settings: Settings, command: str, links: str, parameters: int | None) -> dict[str, Any]:

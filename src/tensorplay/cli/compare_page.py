@@ -28,9 +28,9 @@ svg.plot rect.nothing { fill: var(--rule); opacity: .45; } svg.plot text.name { 
 """
 _READING = (
     "A step's time is that of its slowest rank; the median over all steps of all rounds, with fresh models. Exposed: "
-    "beyond compute alone (noop). Faster: plain all-reduce's step over this one's. Wire floor: the bytes at the "
+    "beyond compute alone (noop). Speed: plain all-reduce's step over this one's. Floor: the bytes at the "
     "link's rate. Counted: where tensors enter collectives; torch's own hooks aren't counted, nor what a hook of yours "
-    "sends by itself. On the interface: by the kernel, headers and acknowledgements included; it has no figure "
+    "sends by itself. On the wire: by the kernel, headers and acknowledgements included; it has no figure "
     "where ranks share the loopback device. Bytes and CPU time are a step's, a mean over the ranks; "
     "memory is the peak of the rank with the highest, beyond what the process held before its model was made."
 )

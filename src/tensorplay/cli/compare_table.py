@@ -14,7 +14,7 @@ __all__ = ["HEADINGS", "build_table", "notes", "table_cells", "title"]
 HEADINGS = (
     ("step,", "ms"),
     ("exposed,", "ms"),
-    ("faster", "by"),
+    ("speed,", "plain = 1"),
     ("floor,", "ms"),
     ("sent,", "counted"),
     ("sent, on", "the wire"),
@@ -54,7 +54,7 @@ def table_cells(row: dict[str, Any], cell: dict[str, Any]) -> list[str]:
         name,
         _milliseconds(row["step_seconds"]),
         _milliseconds(row["exposed_seconds"]),
-        "-" if speedup is None else f"{speedup:.2f}x",
+        "-" if speedup is None else f"{speedup:.2f}",
         _milliseconds(row["wire_floor_seconds"]),
         _bytes(row["sent_bytes"]),
         _bytes(row["interface_sent_bytes"]),

@@ -55,7 +55,7 @@ def draw(comparison: dict[str, Any]) -> str:
             _text(left, y, f"Where it does not help, {ranks} ranks (speed, plain all-reduce = 1)", "name")
         )
         for sentence in where_it_does_not_pay([cell for cell in cells if cell["ranks"] == ranks]):
-            for line in textwrap.wrap(sentence.partition(", ")[2], LETTERS_A_COLUMN, subsequent_indent="   "):
+            for line in textwrap.wrap(sentence.partition(", ")[2], LETTERS_A_COLUMN, break_on_hyphens=False):
                 y += ROW
                 parts.append(_text(left, y, line, "told"))
         lowest = max(lowest, y)
@@ -69,7 +69,7 @@ def draw(comparison: dict[str, Any]) -> str:
         f"{about['processor']}, {about['cores']} cores shared by all ranks; torch {about['torch']}, gloo."
         + (f" Failed somewhere: {', '.join(failed)}." if failed else "")
     )
-    for line in textwrap.wrap(made, LETTERS_A_COLUMN * len(counts)):
+    for line in textwrap.wrap(made, LETTERS_A_COLUMN * len(counts), break_on_hyphens=False):
         parts.append(_text(MARGIN, top, line, "quiet"))
         top += ROW
     height = top + 2

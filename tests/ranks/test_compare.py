@@ -159,31 +159,44 @@ def test_a_model_that_cannot_be_made_is_told_and_nothing_hangs(tmp_path: Path) -
 
 
 @pytest.mark.timeout(120)
-def test_when_it_is_stopped_no_rank_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("links", ["loopback", pytest.param("namespaces", marks=IN_A_LAB)])
+def test_when_it_is_stopped_no_rank_and_no_namespace_is_left(tmp_path: Path, links: str) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    words = [*TINY, "--links", "loopback", "--hooks", "own:waits", "--hook-timeout", "100"]
+    words = [*TINY, "--links", links, "--rates", "1gbit", "--hooks", "own:waits", "--hook-timeout", "100"]
     process = subprocess.Popen(
         command(*words), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    job = tmp_path / "out" / "cells" / "2-loopback" / "start0" / "job.json"
+    cell = {"loopback": "2-loopback", "namespaces": "2-1gbit"}[links]
+    job = tmp_path / "out" / "cells" / cell / "start0" / "job.json"
     events, deadline = job.with_name("events.jsonl"), time.monotonic() + 60
     while not (events.exists() and '"own:waits"' in events.read_text()):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    mine = f"tp{process.pid % 100000}-"
+    assert len([name for name in namespaces() if name.startswith(mine)]) == (
+        3 if links == "namespaces" else 0
+    )
+    assert len(ranks_of(job)) == 2
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "stopped, all ranks have ended" in errors
-    left = []
+    assert ranks_of(job) == []
+    assert [name for name in namespaces() if name.startswith(mine)] == []
+
+
+def ranks_of(job: Path) -> list[str]:
+    """Process ids whose command line names the job."""
+    found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             words = (entry / "cmdline").read_text().split("\0")
         except OSError:
             continue
         if str(job) in words:
-            left.append(entry.name)
-    assert left == []
+            found.append(entry.name)
+    return found
 
 
 @IN_A_LAB

@@ -14,7 +14,7 @@ from tensorplay.compression.quantize import AffineUint8, SymmetricInteger
 from tensorplay.compression.sign import Sign
 from tensorplay.compression.sparsify import RandomK, TopK
 
-__all__ = ["Entry", "codec_entry", "known_codecs", "make_codec", "register_codec"]
+__all__ = ["Entry", "codec_entry", "known_codecs", "make_codec", "read_parameters", "register_codec"]
 
 Factory = Callable[..., Codec]
 
@@ -108,15 +108,23 @@ def make_codec(spec: str | Codec) -> Codec:
         raise TypeError(f"codec must be a name or a Codec, got {type(spec).__name__}")
     name, _, text = spec.replace(" ", "").partition(":")
     factory = codec_entry(name).factory
-    codec = factory(**_parameters(name, factory, text))
+    codec = factory(**read_parameters(f"codec {name!r}", factory, text))
     if not isinstance(codec, Codec):
         raise TypeError(f"the factory of codec {name!r} must return a Codec, got {type(codec).__name__}")
     codec.name = codec.name or (f"{name}:{text}" if text else name)
     return codec
 
 
-def _parameters(name: str, factory: Factory, text: str) -> dict[str, object]:
-    """Read "0.01" or "group_size=64,rounding=nearest" against the parameters of `factory`."""
+def read_parameters(what: str, factory: Callable[..., object], text: str) -> dict[str, object]:
+    """Read "0.01" or "group_size=64,rounding=nearest" against the parameters of `factory`.
+
+    Args:
+        what: whose parameters they are, for errors. text: what follows the ":" of a specification; "" gives {}.
+    Raises: ValueError: a parameter that `factory` has not, or one given twice, or a second one without its name.
+    Example:
+        >>> read_parameters("hook 'x'", lambda rank=1, warm=True: None, "4,warm=false")
+        {'rank': 4, 'warm': False}
+    """
     known = list(
         inspect.signature(factory).parameters
     )  # those that a partial has bound by position are left out
@@ -125,21 +133,22 @@ def _parameters(name: str, factory: Factory, text: str) -> dict[str, object]:
         key, equals, value = part.partition("=")
         if not equals:
             if position or not known:
-                raise ValueError(f"parameters of codec {name!r} must be written name=value, got {part!r}")
+                raise ValueError(f"parameters of {what} must be written name=value, got {part!r}")
             key, value = known[0], part
         if key not in known:
             rule = f"one of {', '.join(known)}" if known else "left out, it has none"
-            raise ValueError(f"a parameter of codec {name!r} must be {rule}, got {key!r}")
+            raise ValueError(f"a parameter of {what} must be {rule}, got {key!r}")
         if key in parameters:
-            raise ValueError(f"parameter {key} of codec {name!r} must be given once, got {text!r}")
+            raise ValueError(f"parameter {key} of {what} must be given once, got {text!r}")
         parameters[key] = _value(value)
     return parameters
 
 
 def _value(text: str) -> object:
-    """The number that `text` spells, None for "none", or the text itself."""
-    if text.lower() == "none":
-        return None
+    """The number that `text` spells, None for "none", True and False for "true" and "false", or the text itself."""
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
     for kind in (int, float):
         try:
             return kind(text)

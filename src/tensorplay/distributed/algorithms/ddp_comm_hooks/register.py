@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class DDPCommHookType(Enum):
 
 
 Made = tuple[HookFunction, Any]
-Recipe = Callable[[Any], Made]
+Recipe = Callable[..., Made]
 
 
 def _plain(hook: HookFunction) -> Recipe:
@@ -61,14 +62,20 @@ def _plain(hook: HookFunction) -> Recipe:
 def _power_sgd(hook: HookFunction, rank: int) -> Recipe:
     """PowerSGD from the first step on, unless the caller brings a state."""
 
-    def recipe(state: Any) -> Made:
+    def recipe(state: Any, **settings: Any) -> Made:
         if isinstance(state, PowerSGDState):
+            if settings:
+                raise ValueError(
+                    f"settings must stand in the name or in the state, not in both: got {settings} in the name and a "
+                    "PowerSGDState"
+                )
             return hook, state
         if state is not None and not isinstance(state, dist.ProcessGroup):
             raise TypeError(
                 f"state must be a PowerSGDState, a process group or None, got {type(state).__name__}"
             )
-        return hook, PowerSGDState(state, matrix_approximation_rank=rank, start_powerSGD_iter=0)
+        settings = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 0, **settings}
+        return hook, PowerSGDState(state, **settings)
 
     return recipe
 
@@ -106,6 +113,13 @@ _recipes: dict[str, Recipe] = {
 }
 
 
+# Names that take settings after a colon, and the callable whose parameters these are.
+_TAKE_SETTINGS: dict[str, Callable[..., Any]] = {
+    "power_sgd": partial(PowerSGDState, None),
+    "batched_power_sgd": partial(PowerSGDState, None),
+}
+
+
 def known_hooks() -> list[str]:
     """The names `register_ddp_comm_hook` takes, codecs included (those with a parameter in their usual setting).
 
@@ -131,7 +145,8 @@ def make_hook(name: str, state: Any = None) -> tuple[HookFunction, Any]:
     """Return the hook and state that a name stands for.
 
     Args:
-        name: one of `known_hooks()`, or a codec with parameters ("topk:0.05", "int8:group_size=256").
+        name: one of `known_hooks()`, a codec with parameters ("topk:0.05", "int8:group_size=256"), or "power_sgd" and
+            "batched_power_sgd" with those of `PowerSGDState` ("power_sgd:4", "power_sgd:4,start_powerSGD_iter=100").
         state: handed to the hook; None or a process group for hooks that make their own state.
     Raises: ValueError: an unknown name; the text lists the known ones.
     Example:
@@ -142,6 +157,10 @@ def make_hook(name: str, state: Any = None) -> tuple[HookFunction, Any]:
     recipe = _recipes.get(name)
     if recipe is not None:
         return recipe(state)
+    base, colon, text = name.replace(" ", "").partition(":")
+    if colon and base in _TAKE_SETTINGS:
+        settings = registry.read_parameters(f"hook {base!r}", _TAKE_SETTINGS[base], text)
+        return _recipes[base](state, **settings)
     try:
         registry.make_codec(name)
     except ValueError as error:
@@ -159,8 +178,8 @@ def register_ddp_comm_hook(
     """Register a hook on a DDP module, torch's or ours.
 
     Args:
-        comm_hook_type: a member of `DDPCommHookType`, a name of `known_hooks()`, a codec with parameters, or any
-            callable `(state, bucket) -> Future or Tensor`.
+        comm_hook_type: a member of `DDPCommHookType`, a name of `known_hooks()`, a codec or PowerSGD with parameters,
+            or any callable `(state, bucket) -> Future or Tensor`.
         model: the DDP module. A second registration replaces the first from the next backward pass on.
         state: handed to the hook; None: the module's own process group where the hook takes a group, else a new
             state with default settings.

@@ -107,6 +107,9 @@ def test_a_run_leaves_a_table_and_two_reports(finished: tuple[Path, str, dict[st
     assert "step 24/24: loss" in out
     assert len(report["hooks"]) == 6
     assert (folder / "out" / "report.html").read_text().count("<polyline") == 12
+    assert sorted(path.name for path in (folder / "out" / "report-plots").iterdir()) == (
+        [f"loss-against-{what}.{kind}" for what in ("bytes", "steps") for kind in ("png", "svg")]
+    )
     assert all_end(folder, seconds=5)
 
 

@@ -2,7 +2,7 @@
 
 1. Check everything the user chose; a mistake is one line and nothing starts.
 2. Start the ranks with PyTorch's elastic launcher; they train under each hook from the same start.
-3. Show progress, then a table; write report.json and report.html.
+3. Show progress, then a table; write report.json, report.html, and its plots as PNG and SVG.
 """
 
 import argparse
@@ -17,13 +17,14 @@ import torch
 from rich.console import Console
 
 from tensorplay.cli.command import INTERRUPTED, UsageError
-from tensorplay.cli.demo_page import build_page
+from tensorplay.cli.demo_page import build_page, plots_of
 from tensorplay.cli.demo_plan import DemoPlan
 from tensorplay.cli.demo_report import build_report, build_table
 from tensorplay.cli.gpt import SIZES
 from tensorplay.cli.hooks import check_hook_names, split_hook_names
 from tensorplay.cli.launch import RankFailedError, launch_ranks
 from tensorplay.cli.progress import follow_run
+from tensorplay.cli.report_files import write_plots
 
 __all__ = ["add_arguments", "check_arguments", "run"]
 
@@ -104,7 +105,8 @@ def _prepare_folder(out: Path) -> Path:
         if earlier_run:
             for old in [*out.glob("error_rank*.json"), out / "report.json", out / "report.html"]:
                 old.unlink(missing_ok=True)
-            shutil.rmtree(out / "rank_logs", ignore_errors=True)
+            for folder in ("rank_logs", "report-plots"):
+                shutil.rmtree(out / folder, ignore_errors=True)
     except OSError as error:
         raise UsageError(f"--out {out} must be a folder that can be written: {error.strerror}") from error
     return out.resolve()
@@ -133,8 +135,13 @@ def run(arguments: argparse.Namespace) -> int:
     report = build_report(plan, events, time.monotonic() - begin)
     (plan.out / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     (plan.out / "report.html").write_text(build_page(report), encoding="utf-8")
+    write_plots(plots_of(report["hooks"]), plan.out / "report-plots")
     console.print(build_table(report))
-    console.print(f"{plan.out / 'report.html'} and report.json", highlight=False, soft_wrap=True)
+    console.print(
+        f"{plan.out / 'report.html'}, report.json, and the plots as PNG and SVG in report-plots",
+        highlight=False,
+        soft_wrap=True,
+    )
     return 0
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from tensorplay.cli.demo_report import table_cells
 from tensorplay.cli.plot import PLOT_STYLE, Axis, Line, legend, line_plot
 from tensorplay.cli.progress import readable_bytes
+from tensorplay.cli.report_files import LinePlot
 
-__all__ = ["build_page"]
+__all__ = ["build_page", "plots_of"]
 
 _NOTHING_FROM_ELSEWHERE = "default-src 'none'; style-src 'unsafe-inline'"
 _STYLE = """
@@ -92,7 +93,12 @@ def _reading(report: dict[str, Any]) -> str:
     return text
 
 
-def _plots(hooks: dict[str, Any]) -> str:
+def plots_of(hooks: dict[str, Any]) -> list[LinePlot]:
+    """The page's plots, for what build_report returned as "hooks"; `write_plots` makes files of them.
+
+    Example:
+        >>> write_plots(plots_of(report["hooks"]), Path("plots"))          # doctest: +SKIP
+    """
     by_step, by_bytes, high, low_bytes = [], [], [], []
     for name, result in hooks.items():
         bits = _smooth([nats / math.log(2) for nats in result["loss_nats_by_step"]])
@@ -102,10 +108,18 @@ def _plots(hooks: dict[str, Any]) -> str:
         low_bytes.append(result["sent_bytes_by_step"][len(bits) // 20])
     finite = [value for value in high if math.isfinite(value)]
     vertical = Axis("training loss, bits/byte", high=max(finite) if finite else None)
-    steps = line_plot(by_step, Axis("step"), vertical, "Training loss against steps")
     low = min((count for count in low_bytes if count > 0), default=None)
     sent = Axis("sent by a rank since the start", logarithmic=True, low=low, text=readable_bytes)
-    sent_plot = line_plot(by_bytes, sent, vertical, "Training loss against bytes sent")
+    return [
+        LinePlot("loss-against-steps", "Training loss against steps", by_step, Axis("step"), vertical),
+        LinePlot("loss-against-bytes", "Training loss against bytes sent", by_bytes, sent, vertical),
+    ]
+
+
+def _plots(hooks: dict[str, Any]) -> str:
+    steps, sent_plot = (
+        line_plot(plot.lines, plot.horizontal, plot.vertical, plot.title) for plot in plots_of(hooks)
+    )
     return (
         f'<div class="plots"><section><h2>Loss against steps</h2>{steps}</section>'
         f"<section><h2>Loss against bytes</h2>{sent_plot}</section></div>{legend(list(hooks))}"

@@ -28,7 +28,7 @@ class AdviseSettings:
     trial: bool = True
     trials: int = 3
     budget_seconds: float = 45.0
-    min_gain: float = 0.03
+    min_gain: float = 0.05
 
     def __post_init__(self) -> None:
         if self.max_risk not in RISKS:

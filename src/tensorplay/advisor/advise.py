@@ -101,7 +101,7 @@ def advise(
     links = measure_links(group, machines, training.device)
     trace = training.trace(settings.budget_seconds / 8)
     speed = links[0].bytes_per_second if links else math.inf
-    costs, failures = _costs(names, training, group, trace, speed)
+    costs, failures = _costs(names, training, group, trace, speed, began + settings.budget_seconds / 2)
     again = training.trace(settings.budget_seconds / 16)
     trace = min(
         trace, again, key=lambda one: one.step_seconds
@@ -129,9 +129,14 @@ def advise(
 
 
 def _costs(
-    names: Sequence[str], training: Training, group: dist.ProcessGroup, trace: ComputeTrace, speed: float
+    names: Sequence[str],
+    training: Training,
+    group: dist.ProcessGroup,
+    trace: ComputeTrace,
+    speed: float,
+    hurry_at: float,
 ) -> tuple[dict[str, ExchangeCost], dict[str, str]]:
-    """What each hook's exchange takes, and why where it can't be told.
+    """What each hook's exchange takes, and why where it can't be told; once each after the time `hurry_at`.
 
     A hook fails on all ranks or on none here: what it refuses is the group, the dtype or the shapes.
     """
@@ -146,8 +151,10 @@ def _costs(
     failures: dict[str, str] = {}
     for name in names:
         hook, state = make_hook(name, group)
+        (late,) = agree([time.perf_counter() - hurry_at], group, training.device)
+        repeats = 1 if late > 0 else _REPEATS
         try:
-            costs[name] = measure_cost(hook, state, (samples[0], samples[1]), group, _REPEATS)
+            costs[name] = measure_cost(hook, state, (samples[0], samples[1]), group, repeats)
         except (RuntimeError, TypeError, ValueError) as error:
             failures[name] = str(error).splitlines()[0]
     return costs, failures

@@ -59,6 +59,16 @@ class Rhythm:
     most_until_settled: int = 0
 
 
+def _always() -> bool:
+    """Of a hook that has nothing to choose."""
+    return True
+
+
+def _no_choice() -> str | None:
+    """Of a hook that has nothing to choose."""
+    return None
+
+
 @dataclass(frozen=True)
 class Parallel:
     """A model in DDP with a hook at work.
@@ -73,8 +83,8 @@ class Parallel:
     model: nn.Module
     optimizer: Optimizer
     finish: Callable[[], None]
-    settled: Callable[[], bool] = lambda: True
-    choice: Callable[[], str | None] = lambda: None
+    settled: Callable[[], bool] = _always
+    choice: Callable[[], str | None] = _no_choice
 
 
 def check_hooks(names: list[str]) -> None:

@@ -4,7 +4,8 @@
     python benchmarks/check_advisor.py runs/compare/comparison.json --out benchmarks/results/advisor.json
 
 Exit status 1 when a goal is missed: the formula's median absolute error at most 15 %; the advised hook within 10 % of
-the best allowed one in at least 90 % of the cells; "auto" never more than 3 % slower than plain all-reduce.
+the best allowed one in at least 90 % of the cells, and, with every risk allowed, the hook that is predicted to be the
+fastest of all within 10 % of the best of all; "auto" never more than 3 % slower than plain all-reduce.
 """
 
 import argparse
@@ -49,15 +50,14 @@ def check_cell(cell: dict[str, Any]) -> dict[str, Any]:
                 }
             )
     looked_at = {p["hook"]: p for p in predictions if p["hook"] in measured}
-    best = advice["best"]
-    checked["advised"] = best
-    for key, hooks in (
-        ("behind_allowed", [hook for hook, p in looked_at.items() if p["allowed"]]),
-        ("behind_all", list(looked_at)),
+    first = min(looked_at, key=lambda hook: looked_at[hook]["step_seconds"])
+    for which, best, hooks in (
+        ("allowed", advice["best"], [hook for hook, p in looked_at.items() if p["allowed"]]),
+        ("all", first, list(looked_at)),
     ):
         fastest = min(hooks, key=lambda hook: measured[hook])
-        checked[key] = measured[best] / measured[fastest] - 1
-        checked[key.replace("behind", "best")] = fastest
+        checked[f"advised_{which}"], checked[f"best_{which}"] = best, fastest
+        checked[f"behind_{which}"] = measured[best] / measured[fastest] - 1
     return checked
 
 
@@ -65,7 +65,7 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """Over all cells: the numbers that have goals, and which goals are missed."""
     errors = [abs(hook["formula_error"]) for cell in cells for hook in cell["hooks"]]
     tried = [abs(h["tried_error"]) for cell in cells for h in cell["hooks"] if h["tried_error"] is not None]
-    asked = [cell for cell in cells if "advised" in cell]
+    asked = [cell for cell in cells if "advised_all" in cell]
     autos = [cell["auto_over_plain"] for cell in cells if cell["auto_over_plain"] is not None]
 
     def share(key: str) -> float | None:
@@ -88,11 +88,11 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
         missed.append("no prediction stands beside a measurement")
     elif found["formula_median_error"] > MOST_ERROR:
         missed.append(f"formula's median error {found['formula_median_error']:.1%}, goal {MOST_ERROR:.0%}")
-    within = found["within_10_percent_of_best_allowed"]
-    if within is not None and within < LEAST_SHARE:
-        missed.append(
-            f"advised hook within 10 % of the best in {within:.0%} of cells, goal {LEAST_SHARE:.0%}"
-        )
+    for which in ("best_allowed", "best"):
+        within = found[f"within_10_percent_of_{which}"]
+        if within is not None and within < LEAST_SHARE:
+            name = which.replace("_", " ")
+            missed.append(f"within 10 % of the {name} in {within:.0%} of cells, goal {LEAST_SHARE:.0%}")
     if autos and max(autos) > MOST_AUTO_LOSS:
         missed.append(
             f'"auto" up to {max(autos):.1%} slower than plain all-reduce, goal {MOST_AUTO_LOSS:.0%}'
@@ -115,19 +115,20 @@ def table(cells: list[dict[str, Any]]) -> str:
             )
     lines += [
         "",
-        "| ranks | rate | advised | best allowed | behind | best of all | behind | auto against plain |",
+        "| ranks | rate | advised | best allowed | behind | first of all | best of all | behind | auto to plain |",
     ]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines.append("|---|---|---|---|---|---|---|---|---|")
     for cell in cells:
         auto = "" if cell["auto_over_plain"] is None else f"{100 * cell['auto_over_plain']:+.1f} %"
-        if "advised" in cell:
+        if "advised_all" in cell:
             lines.append(
-                f"| {cell['ranks']} | {cell['rate']} | `{cell['advised']}` | `{cell['best_allowed']}` | "
-                f"{100 * cell['behind_allowed']:.0f} % | `{cell['best_all']}` | {100 * cell['behind_all']:.0f} % | "
+                f"| {cell['ranks']} | {cell['rate']} | `{cell['advised_allowed']}` | `{cell['best_allowed']}` | "
+                f"{100 * cell['behind_allowed']:.0f} % | `{cell['advised_all']}` | `{cell['best_all']}` | "
+                f"{100 * cell['behind_all']:.0f} % | "
                 f"{auto} |"
             )
         else:
-            lines.append(f"| {cell['ranks']} | {cell['rate']} | {cell['failure']} | | | | | {auto} |")
+            lines.append(f"| {cell['ranks']} | {cell['rate']} | {cell['failure']} | | | | | | {auto} |")
     return "\n".join(lines)
 
 

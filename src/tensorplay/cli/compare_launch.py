@@ -18,6 +18,7 @@ from typing import IO, Any, Protocol
 
 from tensorplay.cli.compare_advice import hooks_to_advise
 from tensorplay.cli.compare_plan import Job, Settings
+from tensorplay.cli.lab import rank_variables
 
 __all__ = ["CellRuns", "Hosts", "Loopback", "order_of_rounds", "run_cell"]
 
@@ -77,15 +78,8 @@ class Loopback:
         if rank == 0:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 self._port = free.getsockname()[1]
-        variables = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._port),
-            **environment,
-        }
+        own = rank_variables(rank, self.world_size, "127.0.0.1", self._port)
+        variables = {**os.environ, **own, **environment}
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
         if loopback:
             variables["GLOO_SOCKET_IFNAME"] = loopback[0]

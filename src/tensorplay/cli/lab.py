@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-__all__ = ["UNLIMITED", "Lab", "available", "bits_per_second"]
+__all__ = ["UNLIMITED", "Lab", "available", "bits_per_second", "rank_variables"]
 
 UNLIMITED = "unlimited"
 """The rate of a link that is not shaped."""
@@ -64,6 +64,22 @@ def bits_per_second(rate: str) -> float | None:
     if match is None or float(match[1]) == 0:
         raise ValueError(f"a rate must be written like 200mbit, 1gbit or unlimited, got {rate!r}")
     return float(match[1]) * _UNITS[match[2]]
+
+
+def rank_variables(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
+    """What a process needs to join a group as `rank`; rank 0 listens at `address` and `port`.
+
+    Example:
+        >>> rank_variables(1, 2, "127.0.0.1", 29500)["MASTER_PORT"]
+        '29500'
+    """
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
 
 
 def _ip(*words: str) -> None:
@@ -144,16 +160,8 @@ class Lab:
 
         The process that is started becomes the command: its parent is this process.
         """
-        variables = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "10.77.0.1",
-            "MASTER_PORT": "29500",
-            "GLOO_SOCKET_IFNAME": "eth0",
-            **environment,
-        }
+        own = rank_variables(rank, self.world_size, "10.77.0.1", 29500)
+        variables = {**os.environ, **own, "GLOO_SOCKET_IFNAME": "eth0", **environment}
         inside = ["ip", "netns", "exec", f"{self.name}-{rank}", *command]
         return subprocess.Popen(inside, env=variables, stdout=stdout, stderr=stderr, text=True)
 

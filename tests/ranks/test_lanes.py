@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from functools import partial
 
 import pytest
@@ -46,9 +47,12 @@ def opposite_order(rank: int, world_size: int) -> list[float]:
     for _ in range(rank):
         dist.new_group([rank], use_local_synchronization=True)
     keys = ["a", "b"] if rank == 0 else ["b", "a"]
-    lanes = {key: lane_for(dist.group.WORLD, key, CPU) for key in keys}
     results: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
-    done = [lanes[key].submit(summing({"a": 1.0, "b": 10.0}[key], 4, 1, results[key])) for key in keys]
+    done = []
+    for key in keys:
+        lane = lane_for(dist.group.WORLD, key, CPU)
+        done.append(lane.submit(summing({"a": 1.0, "b": 10.0}[key], 4, 1, results[key])))
+        time.sleep(0.5)  # by now the lane waits at the store for the other rank, which is at the other lane
     for future in done:
         assert future.wait() is None
     return [float(results[key][0][0]) for key in ("a", "b")]

@@ -158,7 +158,9 @@ class LaneChannel:
         self, store: c10d.Store, rank: int, world_size: int, timeout: timedelta, prefix: str, counter: Traffic
     ) -> None:
         self.rank, self.world_size, self.traffic = rank, world_size, counter
-        self._store = c10d.PrefixStore(prefix, store)
+        # A connection of its own: a client of the store serves one call at a time, and a wait for a late rank would
+        # keep every other lane of this process from the store, also the one that the late rank waits for.
+        self._store = c10d.PrefixStore(prefix, store.clone())
         self._timeout = timeout
         self._store.set(f"process/{rank}", f"{socket.gethostname()} {os.getpid()}")
         self._gloo: Any = None

@@ -49,7 +49,7 @@ def bytes_and_steps(hook: str, rank: int, world_size: int) -> dict[str, Any]:
     backward(model)
     backward(model)  # DDP has made its final buckets
     sink = MemorySink()
-    with observe(model, [sink], error_every=2) as observation:
+    with observe(model, [sink], error_every=2, nonfinite_every=1) as observation:
         before = traffic.sent_bytes, traffic.received_bytes
         for _ in range(3):
             backward(model)
@@ -158,7 +158,7 @@ def nonfinite_on_one_rank(hook: str, rank: int, world_size: int) -> list[bool]:
     model = make_model(rank)
     register_ddp_comm_hook(hook, model)
     sink = MemorySink()
-    with observe(model, [sink], error_every=0):
+    with observe(model, [sink], error_every=0, nonfinite_every=1):
         backward(model)
         backward(model, scale=float("nan") if rank == 0 else 1.0)
         backward(model)
@@ -169,6 +169,37 @@ def nonfinite_on_one_rank(hook: str, rank: int, world_size: int) -> list[bool]:
 @pytest.mark.parametrize("hook", ["allreduce", "int8", "fp16", "topk", "power_sgd", "quantize_per_tensor"])
 def test_nonfinite_steps_are_marked_on_all_ranks(hook: str) -> None:
     assert run_ranks(partial(nonfinite_on_one_rank, hook), 2) == [[False, True, False]] * 2
+
+
+def looked_at_in_turn(hook: str, rank: int, world_size: int) -> list[list[bool | None]]:
+    model = make_model(rank, bucket_cap_mb=0.02)
+    register_ddp_comm_hook(hook, model)
+    backward(model)
+    backward(model)  # DDP has made its final buckets
+    sink = MemorySink()
+    with observe(model, [sink], error_every=5, nonfinite_every=3):
+        for _ in range(3):
+            backward(model)
+        backward(model, scale=float("nan"))
+        backward(model)
+    found = [
+        [bucket["nonfinite"] for bucket in sink.of("bucket") if bucket["step"] == step]
+        for step in range(1, 6)
+    ]
+    for step, buckets in zip(sink.of("step"), found, strict=True):
+        assert step["nonfinite"] is (True if True in buckets else None if None in buckets else False)
+    return found
+
+
+def test_results_that_no_hook_judges_are_read_in_turn() -> None:
+    for found in run_ranks(partial(looked_at_in_turn, "allreduce"), 2):
+        assert len(found[0]) > 1
+        for step, buckets in enumerate(found, 1):
+            for index, nonfinite in enumerate(buckets):
+                is_read = (step + index) % 3 == 0 or step == 5  # the error of step 5 is measured
+                assert nonfinite is ((step == 4) if is_read else None)
+    for found in run_ranks(partial(looked_at_in_turn, "int8"), 2):
+        assert [set(buckets) for buckets in found] == [{False}, {False}, {False}, {True}, {False}]
 
 
 def judged_by_the_exchange(hook: str, rank: int, world_size: int) -> list[bool]:
@@ -326,6 +357,8 @@ def test_a_failure_while_observed_still_names_its_rank() -> None:
 def test_what_is_wrong_is_said() -> None:
     with pytest.raises(ValueError, match="error_every must be >= 0, got -1"):
         observe(CompressedHookState("int8"), error_every=-1)
+    with pytest.raises(ValueError, match="nonfinite_every must be >= 0, got -2"):
+        observe(CompressedHookState("int8"), nonfinite_every=-2)
     with pytest.raises(TypeError, match="HookState, got Linear"):
         observe(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got int"):

@@ -62,6 +62,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
     summary = summarise(read_run(write_run(tmp_path / "a.jsonl", "int8")))
     assert (summary.step_count, summary.nonfinite_steps, summary.sent_bytes) == (6, 1, 250)
     assert summary.fewer_bytes == 4
+    assert not summary.is_partly_looked_at
     assert summary.step_seconds == pytest.approx(0.04)
     assert summary.compute_seconds == pytest.approx(0.03)
     assert summary.encode_seconds == pytest.approx(0.0025)
@@ -69,6 +70,12 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
     assert summary.decode_seconds == pytest.approx(0.00125)
     assert summary.error == pytest.approx(0.06 * 3 / 5)
     assert summary.last_loss == pytest.approx(4 / 6)
+
+
+def test_steps_that_nobody_looked_at_are_told_from_finite_ones(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a.jsonl", "allreduce", nonfinite=None)
+    assert summarise(read_run(path)).is_partly_looked_at
+    assert "<td>none seen</td>" in build_page([read_run(path)])
 
 
 def test_what_is_unknown_stays_unknown(tmp_path: Path) -> None:

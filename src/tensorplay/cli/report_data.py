@@ -161,12 +161,14 @@ class Summary:
         fewer_bytes: plain all-reduce's 2 (W-1)/W raw bytes over the bytes sent.
         compute_seconds: of a step, what is left without the exposed part of its exchange.
         encode_seconds, wait_seconds, decode_seconds: the exposed part, shared out as the exchanges' own times are.
+        is_partly_looked_at: some results were not read, so that there may be more non-finite steps.
         error: the relative error of all parameters as one vector, when it was last measured.
         last_loss: the last one logged.
     """
 
     step_count: int
     nonfinite_steps: int
+    is_partly_looked_at: bool
     sent_bytes: float | None
     received_bytes: float | None
     fewer_bytes: float | None
@@ -209,6 +211,7 @@ def summarise(run: Run) -> Summary:
     return Summary(
         step_count=len(steps),
         nonfinite_steps=sum(bool(step["nonfinite"]) for step in steps),
+        is_partly_looked_at=any(step["nonfinite"] is None for step in steps),
         sent_bytes=sent,
         received_bytes=_mean([step["received_bytes"] for step in steps]),
         fewer_bytes=plain / sent if sent else None,

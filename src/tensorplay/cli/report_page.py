@@ -86,11 +86,18 @@ def _table(runs: Sequence[Run], summaries: Sequence[Summary]) -> str:
             _milliseconds(summary.step_seconds),
             _milliseconds(summary.exposed_seconds),
             _number(summary.error, "{:.2g}"),
-            str(summary.nonfinite_steps),
+            _seen(summary),
         )
         rows.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
     heading = "".join(f"<th>{text}</th>" for text in _HEADINGS)
     return f'<div class="wide"><table><tr>{heading}</tr>{"".join(rows)}</table></div>'
+
+
+def _seen(summary: Summary) -> str:
+    """How many steps were not finite, as far as they were looked at."""
+    if not summary.is_partly_looked_at:
+        return str(summary.nonfinite_steps)
+    return f"at least {summary.nonfinite_steps}" if summary.nonfinite_steps else "none seen"
 
 
 def _number(value: float | None, form: str) -> str:

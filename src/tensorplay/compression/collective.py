@@ -160,7 +160,8 @@ class LaneChannel:
         self.rank, self.world_size, self.traffic = rank, world_size, counter
         # A connection of its own: a client of the store serves one call at a time, and a wait for a late rank would
         # keep every other lane of this process from the store, also the one that the late rank waits for.
-        self._store = c10d.PrefixStore(prefix, store.clone())
+        own: Any = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+        self._store = c10d.PrefixStore(prefix, own)
         self._timeout = timeout
         self._store.set(f"process/{rank}", f"{socket.gethostname()} {os.getpid()}")
         self._gloo: Any = None

@@ -51,13 +51,14 @@ class Subject:
 class BucketWatch:
     """One bucket's exchange: its meters while it runs, its figures afterwards."""
 
-    def __init__(self, bucket: Bucket, sample: Sample | None, is_counted: bool) -> None:
+    def __init__(self, bucket: Bucket, sample: Sample | None, is_counted: bool, is_read: bool = True) -> None:
         self.bucket: Bucket | None = bucket
         self.index = bucket.index
-        self.sample, self.is_counted = sample, is_counted
+        self.sample, self.is_counted, self.is_read = sample, is_counted, is_read
         self.meters: list[Meter] = []
         self.completed: float | None = None
-        self.nonfinite: bool | torch.Tensor = False
+        #: None: nobody looked.
+        self.nonfinite: bool | torch.Tensor | None = None
         buffer = bucket.buffer
         values = 0 if bucket.is_sparse else sum(entry.values.numel() for entry in bucket.slices)
         #: Whether the buffer is all there is; else the slices lie in memory of their own.
@@ -84,11 +85,11 @@ class BucketWatch:
         assert bucket is not None
         self.completed = perf_counter()
         verdicts = [meter.finite for meter in self.meters]
-        if None in verdicts or bucket.buffer.dtype in _ROUNDED:
+        if None not in verdicts and bucket.buffer.dtype not in _ROUNDED:
+            self.nonfinite = _any_false(verdicts)
+        elif self.is_read:
             parts = [bucket.buffer] if self._is_whole else [entry.values for entry in bucket.slices]
             self.nonfinite = any(bool(_has_nonfinite(part)) for part in parts)
-        else:
-            self.nonfinite = _any_false(verdicts)
         self._take([entry.values for entry in bucket.slices])
 
     def finish(self, result: torch.Tensor) -> None:
@@ -98,7 +99,8 @@ class BucketWatch:
             result: what a hook that is observed from outside made of the bucket.
         """
         self.completed = perf_counter()
-        self.nonfinite = _has_nonfinite(result)
+        if self.is_read:
+            self.nonfinite = _has_nonfinite(result)
         self._take([result])
 
     def _take(self, parts: Sequence[torch.Tensor]) -> None:
@@ -120,7 +122,7 @@ class BucketWatch:
             "wait_seconds": sum([m.wait_seconds for m in meters]),
             "decode_seconds": sum([m.decode_seconds for m in meters]),
             "exchange_seconds": self.completed - self.called,
-            "nonfinite": bool(self.nonfinite),
+            "nonfinite": None if self.nonfinite is None else bool(self.nonfinite),
         }
 
 
@@ -141,11 +143,14 @@ class Recorder:
 
     Args:
         subject: what is observed. sinks: where records go. error_every: steps between measurements of the error,
-            0: never.
+            0: never. nonfinite_every: see `observe`.
     """
 
-    def __init__(self, subject: Subject, sinks: Sequence[Sink], error_every: int) -> None:
+    def __init__(
+        self, subject: Subject, sinks: Sequence[Sink], error_every: int, nonfinite_every: int
+    ) -> None:
         self._subject, self._sinks, self._error_every = subject, sinks, error_every
+        self._nonfinite_every = nonfinite_every
         self._pass: _Pass | None = None
         self._began = perf_counter()
         self._last_completed: float | None = None
@@ -185,7 +190,10 @@ class Recorder:
                 divisor(self._subject.group()),
             )
         current.telemetry_seconds += perf_counter() - began
-        watch = BucketWatch(bucket, sample, is_counted)
+        every = self._nonfinite_every
+        # Buckets take turns, so that a step reads about as much as another.
+        is_read = current.measures_error or (every > 0 and (current.step + bucket.index) % every == 0)
+        watch = BucketWatch(bucket, sample, is_counted, is_read)
         current.watches.append(watch)
         return watch
 
@@ -248,7 +256,8 @@ class Recorder:
             )
         for name in ("encode_seconds", "wait_seconds", "decode_seconds"):
             record[name] = sum(bucket[name] for bucket in buckets)
-        record["nonfinite"] = any(bucket["nonfinite"] for bucket in buckets)
+        found = [bucket["nonfinite"] for bucket in buckets]
+        record["nonfinite"] = True if True in found else None if None in found else False
         record["unfinished_buckets"] = len(ended.watches) - len(done)
         record["telemetry_seconds"] = telemetry_seconds
         record["telemetry_sent_bytes"], record["telemetry_received_bytes"] = spent

@@ -2,6 +2,7 @@
 
 import io
 import logging
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from tensorplay.distributed.algorithms.ddp_comm_hooks import (
     register_ddp_comm_hook,
 )
 from tensorplay.distributed.algorithms.ddp_comm_hooks.auto_hook import AutoState
+from tensorplay.distributed.algorithms.join import Join
 from tensorplay.nn.parallel import DistributedDataParallel
 from tensorplay.testing import run_ranks
 from tests.conformance.suite import same_everywhere
@@ -287,3 +289,77 @@ def test_it_is_registered_by_member_and_checks_its_settings() -> None:
             AutoState(**settings)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="auto_hook needs an AutoState"):
         auto_hook.auto_hook(None, None)  # type: ignore[arg-type]
+
+
+def aside(options: dict[str, Any], sets_to_none: bool, rank: int, world_size: int) -> None:
+    """The same training beside plain DDP, to the same bit, while the hook steps aside, and after it has come back."""
+    model, twin = Wide(), Wide()
+    ddp, state = wrapped(model, AutoState(min_bytes=10**9), **options)
+    plain = DistributedDataParallel(twin, bucket_cap_mb=0.05, **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ddp, plain)]
+
+    def train(count: int) -> None:
+        for step in range(count):
+            for module, optimizer in zip((ddp, plain), optimizers, strict=True):
+                optimizer.zero_grad(set_to_none=sets_to_none)
+                for part in range(2):
+                    x = torch.randn(
+                        4, 96, generator=torch.Generator().manual_seed(10 * step + 2 * part + rank)
+                    )
+                    with module.no_sync() if part == 0 and "static_graph" not in options else nullcontext():
+                        module(x).square().mean().backward()
+                optimizer.step()
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(one, other), f"step {step}"
+        same_everywhere(list(model.parameters()), "aside")
+
+    train(8)
+    assert state.choice == "allreduce"
+    assert ddp._comm_hooks == []
+    assert not ddp._get_ddp_logging_data().get("comm_hook")
+    handle = register_ddp_comm_hook("noop", ddp)
+    x = torch.full((4, 96), rank + 1.0)
+    ddp.zero_grad()
+    ddp(x).square().mean().backward()
+    own = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), own, strict=True))  # type: ignore[arg-type]
+    handle.replace(auto_hook.auto_hook, state)
+    train(4)
+    assert ddp._comm_hooks == []
+    state.load_state_dict(state.state_dict())
+    assert len(ddp._comm_hooks) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}],
+    ids=lambda options: next(iter(options), "default"),
+)
+def test_where_plain_all_reduce_is_chosen_the_hook_steps_aside(options: dict[str, Any]) -> None:
+    for sets_to_none in (True, False):
+        run_ranks(partial(aside, options, sets_to_none), 2)
+
+
+def aside_with_uneven_data(rank: int, world_size: int) -> int:
+    model = Wide()
+    ddp, state = wrapped(model, AutoState(min_bytes=10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(torch.ones(4, 96) * (rank + 1)).square().mean().backward()
+        optimizer.step()
+
+    with Join([ddp]):
+        for _ in range(5 + 6 * rank):  # settled after two steps: the others would step aside alone
+            step()
+    assert state.is_settled
+    assert len(ddp._comm_hooks) == 1
+    step()
+    step()
+    same_everywhere(list(model.parameters()), "after join")
+    return len(ddp._comm_hooks)
+
+
+def test_nobody_steps_aside_within_join() -> None:
+    assert run_ranks(aside_with_uneven_data, 3) == [0, 0, 0]

@@ -2,6 +2,9 @@
 
 torch's DDP takes one hook for ever and insists on its signature. The trampoline has the right signature, calls whatever
 hook is current, accepts a Future or a Tensor, and adds the first failing rank's text to errors.
+
+A hook also has to divide by the number of ranks, in a pass of its own; without one DDP divides as it copies gradients.
+`HookHandle.step_aside` takes the trampoline off for that: DDP's reducer is made anew, as when a DDP is unpickled.
 """
 
 import contextlib
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from tensorplay.compression.bucket import GradBucket
 from tensorplay.compression.collective import group_store
 from tensorplay.compression.driver import LaneError
+from tensorplay.distributed.algorithms._join_block import Membership
 from tensorplay.distributed.algorithms.ddp_comm_hooks._protocol import (
     HookFunction,
     as_future,
@@ -104,6 +108,8 @@ class HookHandle:
     def __init__(self, trampoline: _Trampoline, model: torch.nn.parallel.DistributedDataParallel) -> None:
         self._trampoline = trampoline
         self._model = weakref.ref(model)
+        self._is_attached = True
+        self._waiting: torch.utils.hooks.RemovableHandle | None = None
 
     def replace(self, hook: HookFunction, state: Any = None) -> None:
         """Exchange gradients by `hook` with `state` from the next backward pass on.
@@ -114,12 +120,48 @@ class HookHandle:
         if model is None:
             raise RuntimeError("the DDP module of this handle is gone")
         hook, state = _prepared(model, hook, state)
+        self._come_back(model)
         with self._trampoline.lock:
             self._trampoline.coming = (hook, state)
 
     def remove(self) -> None:
         """Go back to plain all-reduce from the next backward pass on."""
         self.replace(allreduce_hook, None)
+
+    def step_aside(self) -> None:
+        """Leave plain all-reduce to DDP itself, from the next forward pass that synchronizes on; `replace` ends it.
+
+        Call it on all ranks alike, when the hook does nothing that DDP doesn't. Where DDP's reducer can't be made anew
+        (mixed precision, delayed parameters, the Python reducer, a compiled forward, within Join) the hook stays.
+        """
+        model = self._model()
+        if model is not None and self._is_attached and self._waiting is None:
+            self._waiting = model.register_forward_pre_hook(self._leave)
+
+    def _leave(self, model: Any, inputs: Any) -> None:
+        if (
+            torch.compiler.is_compiling()
+            or not torch.is_grad_enabled()
+            or not model.require_backward_grad_sync
+        ):
+            return
+        if model._join_config.enable or isinstance(model._join_config, Membership):
+            return  # a rank that has run out of data makes no forward pass
+        self._stop_waiting()
+        self._is_attached = not _forget_hook(model)
+
+    def _come_back(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        self._stop_waiting()
+        if not self._is_attached:
+            torch.nn.parallel.DistributedDataParallel.register_comm_hook(
+                model, self._trampoline, _trampoline_hook
+            )
+            self._is_attached = True
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.remove()
+            self._waiting = None
 
     @property
     def hook(self) -> HookFunction:
@@ -156,6 +198,31 @@ def _prepared(
     if callable(bind):
         bind(model, model.process_group)
     return hook, state
+
+
+def _forget_hook(model: Any) -> bool:
+    """Give a DDP module a reducer without a hook, as `DistributedDataParallel.__setstate__` makes it."""
+    if (
+        getattr(model, "_use_python_reducer", False)
+        or getattr(model, "mixed_precision", None) is not None
+        or getattr(model, "_delay_all_reduce_params", None)
+        or not all(hasattr(model, name) for name in _REMAKES_REDUCER)
+    ):
+        return False
+    parameters, expects_sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model.reducer._remove_autograd_hooks()
+    model._ddp_init_helper(parameters, expects_sparse, names, model.static_graph)
+    if model.static_graph:
+        model._static_graph_delay_allreduce_enqueued = False
+        model.reducer._set_static_graph()
+        model.logger._set_static_graph()
+    model._has_rebuilt_buckets = False
+    model._comm_hooks.clear()
+    return True
+
+
+_REMAKES_REDUCER = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
 
 
 def attach(model: torch.nn.parallel.DistributedDataParallel, hook: HookFunction, state: Any) -> HookHandle:

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tensorplay.compression.bucket import GradBucket, read_bucket
 from tensorplay.compression.participation import resolve_group
+from tensorplay.distributed.algorithms.ddp_comm_hooks._attach import HookHandle, _handles
 from tensorplay.distributed.algorithms.ddp_comm_hooks._auto_choice import Candidates, Choice, choose
 from tensorplay.distributed.algorithms.ddp_comm_hooks._probe import agree
 from tensorplay.distributed.algorithms.ddp_comm_hooks._protocol import (
@@ -147,6 +148,8 @@ class AutoState:
             self._pay(bucket)
         hook, state = self._current
         if self.is_settled:
+            if index == 0 and self.choice == _PLAIN and not self._owed:
+                self._step_aside()
             return as_future(hook(state, bucket))
         buffer = bucket.buffer()
         dense = buffer.layout == torch.strided
@@ -254,6 +257,17 @@ class AutoState:
     def _log(self, text: str) -> None:
         _logger.log(logging.INFO if self.process_group.rank() == 0 else logging.DEBUG, "auto hook: %s", text)
 
+    def _step_aside(self) -> None:
+        """Leave plain all-reduce to DDP: without a hook it saves a pass over the gradients."""
+        handle = self._handle()
+        if handle is not None and handle.hook is auto_hook:
+            handle.step_aside()
+
+    def _handle(self) -> HookHandle | None:
+        model = self._model() if self._model is not None else None
+        handle = _handles.get(model) if model is not None else None
+        return handle if handle is not None and handle.state is self else None
+
     # What a codec owes ------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
@@ -315,6 +329,9 @@ class AutoState:
         Raises: ValueError: not such a state, another rank's, or for another number of ranks when given alone.
         """
         group = self.process_group
+        handle = self._handle()
+        if handle is not None:
+            handle.replace(handle.hook, self)  # it may have stepped aside
         states = [state] if isinstance(state, Mapping) else list(state)
         for one in states:
             if one.get("format") != _FORMAT:

@@ -30,7 +30,7 @@ def check_cell(cell: dict[str, Any]) -> dict[str, Any]:
         "auto_over_plain": None,
         "failure": advice.get("failure", None if advice else "the advisor was not asked"),
     }
-    plain = measured.get(PLAIN, measured.get(cell.get("plain") or ""))
+    plain = measured.get(cell.get("plain") or "", measured.get(PLAIN))
     if AUTO in measured and plain:
         checked["auto_over_plain"] = measured[AUTO] / plain - 1
     if checked["failure"]:

@@ -46,6 +46,17 @@ def test_two_hundred_steps(name: str, steps: int) -> None:
     run_ranks(partial(suite.train, name=name, cell=Cell(3, many_buckets=True), steps=steps), 3)
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("many_buckets", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_five_hundred_steps_at_least_twenty_times(world_size: int, many_buckets: bool) -> None:
+    assert len(HOOKS) >= 20  # one after the other in the same processes
+    for name in HOOKS:
+        train = partial(suite.train, name=name, cell=Cell(world_size, many_buckets), steps=500)
+        run_ranks(train, world_size, timeout_seconds=170)
+
+
 @pytest.mark.parametrize(("name", "setting"), matrix([(2, False), (3, True)], short=[1]))
 def test_nothing_is_lost(name: str, setting: tuple[int, bool]) -> None:
     world_size, many_buckets = setting

@@ -132,12 +132,12 @@ def waiting_places(stack: str, own_folder: str) -> str:
     Example:
         >>> print(waiting_places('''Current thread 0x01 (most recent call first):
         ...   File "/usr/lib/threading.py", line 12 in wait
-        ...   File "/home/me/test_a.py", line 3 in work
-        ...   File "/home/me/testing/worker.py", line 9 in serve
-        ... ''', "/home/me/testing"))
+        ...   File "/code/test_a.py", line 3 in work
+        ...   File "/code/testing/worker.py", line 9 in serve
+        ... ''', "/code/testing"))
         main thread:
             /usr/lib/threading.py:12 wait
-            /home/me/test_a.py:3 work
+            /code/test_a.py:3 work
     """
     threads: list[list[str]] = []
     main = -1

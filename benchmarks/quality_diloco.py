@@ -36,6 +36,7 @@ from tensorplay.cli.corpus import Corpus, load_corpus
 from tensorplay.cli.gpt import GPT, SIZES
 from tensorplay.cli.training import (
     build_optimizer,
+    clip_gradients,
     learning_rate_fraction,
     next_byte_loss,
     validation_bits_per_byte,
@@ -121,6 +122,7 @@ def train(name: str, corpus: Corpus, size: str, steps: int, batch_size: int, see
         )
         method.optimizer.zero_grad()
         next_byte_loss(method.module, inputs, targets).backward()
+        clip_gradients(model)
         method.optimizer.step()
         if rank == 0 and (step + 1) % 100 == 0:
             print(f"{name}: step {step + 1}, {time.perf_counter() - begin:.0f} s", flush=True)

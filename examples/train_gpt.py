@@ -23,6 +23,7 @@ from tensorplay.cli.corpus import load_corpus
 from tensorplay.cli.gpt import GPT, SIZES
 from tensorplay.cli.training import (
     build_optimizer,
+    clip_gradients,
     learning_rate_fraction,
     next_byte_loss,
     validation_bits_per_byte,
@@ -74,6 +75,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss = next_byte_loss(model, inputs.to(device), targets.to(device))
         loss.backward()
+        clip_gradients(gpt)
         optimizer.step()
         step += 1
         if rank == 0 and (step % 20 == 0 or step == arguments.steps):

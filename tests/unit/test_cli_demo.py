@@ -48,6 +48,7 @@ MISTAKES = {
     "--ranks two": "argument --ranks: invalid int value: 'two'",
     "--steps 0": "--steps must be >= 1, got 0",
     "--seed -1": "--seed must be from 0 to",
+    "--batch-size 0": "--batch-size must be >= 1, got 0",
     "--size huge": "argument --size: invalid choice: 'huge'",
     "--out {file}": "must be a folder that can be written: File exists",
     "--out {file}/below": "must be a folder that can be written: Not a directory",
@@ -131,7 +132,7 @@ def test_the_least_step_time_is_the_larger_of_compute_and_wire() -> None:
 
 
 def make_plan(out: Path, *hooks: str, ranks: int = 2) -> DemoPlan:
-    return DemoPlan(ranks, 40, 12, hooks, 1, "tiny", "cpu", out, os.getpid())
+    return DemoPlan(ranks, 40, 12, hooks, 1, "tiny", 4, "cpu", out, os.getpid())
 
 
 def make_result(sent: float, identical: bool = True) -> dict[str, Any]:

@@ -48,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of weights and data order (default: 1)")
     parser.add_argument("--size", default="base", choices=list(SIZES), help="of the model (default: base)")
     parser.add_argument(
+        "--batch-size", type=int, help="windows of text a rank and step (default: 4, as of every size)"
+    )
+    parser.add_argument(
         "--device",
         default="auto",
         choices=["auto", "cpu", "cuda"],
@@ -70,6 +73,9 @@ def check_arguments(arguments: argparse.Namespace) -> DemoPlan:
         raise UsageError(f"--steps must be >= 1, got {arguments.steps}")
     if not 0 <= arguments.seed < 2**31:
         raise UsageError(f"--seed must be from 0 to {2**31 - 1}, got {arguments.seed}")
+    batch_size = SIZES[arguments.size].batch_size if arguments.batch_size is None else arguments.batch_size
+    if batch_size < 1:
+        raise UsageError(f"--batch-size must be >= 1, got {batch_size}")
     hooks = split_hook_names(arguments.hooks)
     check_hook_names(hooks)
     return DemoPlan(
@@ -79,6 +85,7 @@ def check_arguments(arguments: argparse.Namespace) -> DemoPlan:
         hooks=tuple(hooks),
         seed=arguments.seed,
         size=arguments.size,
+        batch_size=batch_size,
         device=_choose_device(arguments.device, arguments.ranks),
         out=_prepare_folder(arguments.out),
         launcher_process=os.getpid(),

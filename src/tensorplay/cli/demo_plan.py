@@ -25,6 +25,7 @@ class DemoPlan:
         hooks: names, in the order they run.
         seed: of initial weights and data order.
         size: name of the model's size.
+        batch_size: windows a rank and step.
         device: "cpu" (gloo) or "cuda" (nccl).
         out: folder of the run's files.
         launcher_process: process id of the launcher; a rank that loses it ends itself.
@@ -36,6 +37,7 @@ class DemoPlan:
     hooks: tuple[str, ...]
     seed: int
     size: str
+    batch_size: int
     device: str
     out: Path
     launcher_process: int
@@ -67,7 +69,7 @@ class DemoPlan:
         Example:
             >>> import tempfile
             >>> folder = Path(tempfile.mkdtemp())
-            >>> plan = DemoPlan(2, 10, 4, ("allreduce",), 1, "tiny", "cpu", folder, 1)
+            >>> plan = DemoPlan(2, 10, 4, ("allreduce",), 1, "tiny", 4, "cpu", folder, 1)
             >>> DemoPlan.load(plan.save()) == plan
             True
         """

@@ -73,7 +73,7 @@ def build_report(plan: DemoPlan, events: list[dict[str, Any]], wall_seconds: flo
             "size": plan.size,
             "backend": "nccl" if plan.device == "cuda" else "gloo",
             "parameters": sum(parameter.numel() for parameter in GPT(size, plan.seed).parameters()),
-            "batch_bytes_per_rank": size.batch_size * size.context_bytes,
+            "batch_bytes_per_rank": plan.batch_size * size.context_bytes,
         },
         "machine": {
             "processor": platform.processor() or platform.machine(),

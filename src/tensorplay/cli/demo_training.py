@@ -20,6 +20,7 @@ from tensorplay.cli.gpt import GPT, SIZES
 from tensorplay.cli.hooks import COMPUTE_ALONE, attach
 from tensorplay.cli.training import (
     build_optimizer,
+    clip_gradients,
     learning_rate_fraction,
     next_byte_loss,
     validation_bits_per_byte,
@@ -85,6 +86,7 @@ class _Rank:
             attached.optimizer.zero_grad()
             loss = next_byte_loss(parallel, inputs, targets)
             loss.backward()  # type: ignore[no-untyped-call]
+            clip_gradients(model)
             attached.optimizer.step()
             trace.loss_nats.append(loss.item())
             trace.step_seconds.append(time.perf_counter() - begin)
@@ -110,7 +112,12 @@ class _Rank:
 
     def _batch(self, step: int, model: GPT) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = self.corpus.training_batch(
-            step, self.plan.seed, self.rank, self.world_size, model.size.batch_size, model.size.context_bytes
+            step,
+            self.plan.seed,
+            self.rank,
+            self.world_size,
+            self.plan.batch_size,
+            model.size.context_bytes,
         )
         return inputs.to(self.device), targets.to(self.device)
 

@@ -91,7 +91,7 @@ class Run:
         values: (groups, G). codes: (groups, group_bytes) uint8.
         scales: (groups,) float32; scales_array, as a column (groups, 1): scales_column.
         lowest, lowest_array, inverse_array: temporaries (groups,) float32; inverse_column: the last as a column.
-        number: of the run in its call; first: its first group. context: of the call.
+        number: of the run in its call; first: its first group; count: its groups. context: of the call.
     """
 
     values: torch.Tensor
@@ -100,6 +100,7 @@ class Run:
     scales_array: Any
     scales_column: torch.Tensor
     first: int
+    count: int
 
     def __init__(self, context: Context, shape: tuple[int, int], device: torch.device) -> None:
         self.context, self.number = context, 0
@@ -212,10 +213,10 @@ class GroupScaled(Codec):
         scales = sent
         if sent.dtype != torch.float32:
             scales = context.scratch.borrow("grouped/scales", sent.numel(), torch.float32, sent.device)
-        more = addend.view(codes.shape[0], -1) if addend is not None and len(codes) else None
+        more = addend.view(codes.shape[0], -1) if addend is not None and codes.shape[0] else None
         with numpy.errstate(all="ignore"):  # what isn't finite is told by the scale, not by a warning
             for run in self._runs(values, scales, codes, context):
-                runs = slice(run.first, run.first + len(run.scales))
+                runs = slice(run.first, run.first + run.count)
                 if more is not None:
                     run.values.add_(more[runs])
                 self._measure(run)
@@ -287,14 +288,17 @@ class GroupScaled(Codec):
         step = groups if values.device.type != "cpu" else max(1, RUN_ELEMENTS // self.group_size)
         array = as_array(scales)
         tables = values.view(groups, self.group_size), codes, scales, scales.unsqueeze(1)
-        parts = zip(*(table.split(step) for table in tables), strict=True)  # type: ignore[no-untyped-call]
+        # Tensor.split and len() do the same through Python, at a microsecond or more a call.
+        parts = zip(*(table.unsafe_split(step) for table in tables), strict=True)
         run: Run | None = None
         for number, (rows, code, scale, column) in enumerate(parts):
-            if run is None or len(rows) != step:
-                run = Run(context, (len(rows), self.group_size), values.device)
-            run.number, run.first = number, number * step
+            first = number * step
+            count = min(step, groups - first)
+            if run is None or count != step:
+                run = Run(context, (count, self.group_size), values.device)
+            run.number, run.first, run.count = number, first, count
             run.values, run.codes, run.scales, run.scales_column = rows, code, scale, column
-            run.scales_array = array[run.first : run.first + step]
+            run.scales_array = array[first : first + step]
             yield run
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tensorplay.compression.bucket import Bucket, GradientSlice
 from tensorplay.compression.low_rank import LowRankTerms, low_rank_mean
+from tensorplay.compression.low_rank_factors import multiply_transposed
 from tensorplay.compression.low_rank_plan import LAYOUTS, Rule, matrix_shape, plan_low_rank
 from tensorplay.compression.memory import Tensors
 from tensorplay.compression.rounds import AllReduce, AllToAll, Scratch
@@ -382,3 +383,17 @@ def test_what_is_worth_it() -> None:
     assert rule.rank_of(2, 1000) == 0
     assert Rule(4, 0.4, "layer").rank_of(2, 1000) == 2  # the rank is at most the smaller side
     assert Rule(1, 2, "layer").rank_of(5, 1) == 0
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("rank", [1, 3, 4, 8])
+@pytest.mark.parametrize(("rows", "columns"), [(5, 2048), (64, 2050), (71, 4096), (71, 30)])
+def test_a_thin_product_is_one_in_slabs_too(rank: int, rows: int, columns: int, add: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    factor = torch.randn(rank, columns, generator=generator)
+    matrix = torch.randn(rows, columns, generator=generator)
+    before = torch.randn(rank, rows, generator=generator) if add else torch.full((rank, rows), float("nan"))
+    exact = factor.double() @ matrix.double().t() + (before.double() if add else 0.0)
+    out = before.clone()
+    multiply_transposed(factor, matrix, out, add)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-3)

@@ -27,6 +27,7 @@ from tensorplay.compression.low_rank_factors import (
     is_bounded,
     load_right,
     multiply,
+    multiply_transposed,
     orthogonalize_factors,
     store_right,
 )
@@ -275,9 +276,12 @@ class _LowRank:
         factor = 1.0 / self.terms.divisor
         for number, (item, matrix) in enumerate(zip(self.plan.factorisations, self.matrices, strict=True)):
             left, right = item.left(self.left), item.right(self.right)
-            multiply(right, matrix.mT, left)
+            if item.batch > 1:
+                torch.bmm(right, matrix.mT, out=left)
+            else:
+                multiply_transposed(right[0], matrix[0], left[0])
             if number in self.apart:
-                left[0].addmm_(right[0], self.apart[number][0].t())
+                multiply_transposed(right[0], self.apart[number][0], left[0], add=True)
         self.left.mul_(factor)
         if self.plan.members:
             used = [float(self.terms.used[index]) for index in self.plan.members]

@@ -14,10 +14,24 @@ from tensorplay.compression.low_rank_plan import Factorisation, LowRankPlan
 from tensorplay.compression.memory import Tensors
 from tensorplay.compression.orthogonalize import orthogonalize_
 
-__all__ = ["draw_factor", "is_bounded", "load_right", "multiply", "orthogonalize_factors", "store_right"]
+__all__ = [
+    "draw_factor",
+    "is_bounded",
+    "load_right",
+    "multiply",
+    "multiply_transposed",
+    "orthogonalize_factors",
+    "store_right",
+]
 
 #: A factor sum of this size counts as an overflow: products with it would leave float32.
 _OVERFLOW = 1e36
+
+# MKL's product of a thin factor and a transposed matrix reads the matrix once for every two or three rows of the
+# factor. In slabs of a few rows it reads it once; that pays from this rank and this many columns on.
+_SLAB_RANK = 4
+_SLAB_COLUMNS = 2048
+_SLAB_ROWS = 16
 
 Draw = Callable[[int, tuple[int, int]], torch.Tensor]
 
@@ -139,3 +153,28 @@ def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None
         torch.mm(left[0], right[0], out=out[0])
     else:
         torch.bmm(left, right, out=out)
+
+
+def multiply_transposed(
+    factor: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, add: bool = False
+) -> None:
+    """out = factor @ matrix^T, or out += it; factor: (rank, columns), matrix: (rows, columns), out: (rank, rows)."""
+    rank, columns = factor.shape
+    rows = matrix.shape[0]
+    slabs = rows // _SLAB_ROWS
+    if rank < _SLAB_RANK or columns < _SLAB_COLUMNS or not slabs or not _has_slabs(matrix):
+        torch.addmm(out, factor, matrix.t(), beta=float(add), out=out)
+        return
+    whole = slabs * _SLAB_ROWS
+    right = factor.t().contiguous().expand(slabs, columns, rank)
+    product = torch.bmm(matrix[:whole].view(slabs, _SLAB_ROWS, columns), right).view(whole, rank).t()
+    if add:
+        out[:, :whole].add_(product)
+    else:
+        out[:, :whole].copy_(product)
+    if whole < rows:
+        torch.addmm(out[:, whole:], factor, matrix[whole:].t(), beta=float(add), out=out[:, whole:])
+
+
+def _has_slabs(matrix: torch.Tensor) -> bool:
+    return matrix.device.type == "cpu" and bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]

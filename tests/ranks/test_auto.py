@@ -363,3 +363,72 @@ def aside_with_uneven_data(rank: int, world_size: int) -> int:
 
 def test_nobody_steps_aside_within_join() -> None:
     assert run_ranks(aside_with_uneven_data, 3) == [0, 0, 0]
+
+
+class TwoParts(nn.Module):
+    """`late` may be frozen, or used in some passes only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.late = nn.Linear(96, 96), nn.Linear(96, 96)
+
+    def forward(self, x: torch.Tensor, with_late: bool = True) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.late(x) if with_late else x
+
+
+def beside_plain_ddp(case: str, rank: int, world_size: int) -> int:
+    """Frozen layers and unused ones, to the same bit as DDP without a hook."""
+    options = {"find_unused_parameters": True}
+    model, twin = TwoParts(), TwoParts()
+    ddp, state = wrapped(model, AutoState(min_bytes=10**9), **options)
+    plain = DistributedDataParallel(twin, bucket_cap_mb=0.05, **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, plain)]
+    for step in range(12):
+        for module, optimizer in zip((ddp, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            x = torch.randn(4, 96, generator=torch.Generator().manual_seed(10 * step + rank))
+            if case == "frozen":
+                module.module.late.requires_grad_(step >= 8)
+                module(x).square().mean().backward()
+            elif case == "all frozen":  # as a discriminator is while the generator learns
+                module.requires_grad_(False)
+                x.requires_grad_(True)
+                module(x).square().mean().backward()
+                module.requires_grad_(True)
+                module(x.detach()).square().mean().backward()
+            else:
+                with module.no_sync():
+                    module(x).square().mean().backward()
+                module(x, with_late=False).square().mean().backward()
+            optimizer.step()
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(one, other), f"step {step}"
+        same_everywhere(list(model.parameters()), f"step {step}")
+    assert state.choice == "allreduce"
+    return len(ddp._comm_hooks)
+
+
+@pytest.mark.parametrize(("case", "hooks"), [("frozen", 0), ("all frozen", 1), ("used in no_sync alone", 0)])
+def test_stepping_aside_changes_no_bit(case: str, hooks: int) -> None:
+    assert run_ranks(partial(beside_plain_ddp, case), 2) == [hooks] * 2
+
+
+def owed_to_nobody(rank: int, world_size: int) -> int:
+    """Ranks of which one owes something for a parameter that is gone step aside together all the same."""
+    model = Wide()
+    ddp, state = wrapped(model, AutoState(min_bytes=10**9))
+    alone = dict(state.state_dict(), world_size=1, rank=0, owed={"gone.weight": torch.ones(3)})
+    state.load_state_dict([alone])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(8):
+        optimizer.zero_grad()
+        ddp(torch.ones(4, 96) * (rank + 1)).square().mean().backward()
+        optimizer.step()
+        same_everywhere(list(model.parameters()), "owed")
+    return len(ddp._comm_hooks)
+
+
+def test_what_is_owed_on_one_rank_does_not_part_the_ranks() -> None:
+    assert run_ranks(owed_to_nobody, 2) == [0, 0]

@@ -143,6 +143,15 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
+def _own_connection(store: c10d.Store) -> c10d.Store:
+    """The same store through another connection; the store itself where it is of a kind that has no clones."""
+    try:
+        own: c10d.Store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store
+    return own
+
+
 class LaneChannel:
     """Tagged point-to-point transfers on a private Gloo group.
 
@@ -160,8 +169,7 @@ class LaneChannel:
         self.rank, self.world_size, self.traffic = rank, world_size, counter
         # A connection of its own: a client of the store serves one call at a time, and a wait for a late rank would
         # keep every other lane of this process from the store, also the one that the late rank waits for.
-        own: Any = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
-        self._store = c10d.PrefixStore(prefix, own)
+        self._store = c10d.PrefixStore(prefix, _own_connection(store))
         self._timeout = timeout
         self._store.set(f"process/{rank}", f"{socket.gethostname()} {os.getpid()}")
         self._gloo: Any = None

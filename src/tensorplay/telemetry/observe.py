@@ -213,6 +213,8 @@ def _observe_model(
             take_off()
         if held() is not None and handle.hook is observed:  # not when another hook came meanwhile
             handle.replace(hook, state)
+            if hook is allreduce_hook:
+                handle.step_aside()
 
     return Observation(recorder, sinks, detach)
 

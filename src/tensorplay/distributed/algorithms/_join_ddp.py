@@ -73,7 +73,8 @@ class DDPShadow:
 
     def __init__(self, ddp: Any) -> None:
         self.ddp = ddp
-        self.has_buffers = bool(ddp.forward_sync_buffers and ddp.modules_buffers)
+        syncs = getattr(ddp, "forward_sync_buffers", None)  # broadcast_buffers before torch 2.13
+        self.has_buffers = bool((ddp.broadcast_buffers if syncs is None else syncs) and ddp.modules_buffers)
         self.asks_for_synchronization = True
         self._parameters, self._expects_sparse = ddp._build_params_for_reducer()
         self._before_forward: BeforeForward | None = None

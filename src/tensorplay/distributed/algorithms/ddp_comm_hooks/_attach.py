@@ -125,29 +125,32 @@ class HookHandle:
             self._trampoline.coming = (hook, state)
 
     def remove(self) -> None:
-        """Go back to plain all-reduce from the next backward pass on."""
+        """Go back to plain all-reduce from the next backward pass on; DDP does it without a hook where it can."""
         self.replace(allreduce_hook, None)
+        self.step_aside()
 
     def step_aside(self) -> None:
-        """Leave plain all-reduce to DDP itself, from the next forward pass that synchronizes on; `replace` ends it.
+        """Leave plain all-reduce to DDP itself, from the next forward pass on; `replace` ends it.
 
-        Call it on all ranks alike, when the hook does nothing that DDP doesn't. Where DDP's reducer can't be made anew
-        (mixed precision, delayed parameters, the Python reducer, a compiled forward, within Join) the hook stays.
+        Call it on all ranks alike, outside `no_sync`, when the hook does nothing that DDP doesn't. Where DDP can't be
+        given a reducer like its own at that moment the hook stays, until this is called again: mixed precision, delayed
+        parameters, the Python reducer, a compiled forward, parameters frozen since the module was wrapped, within Join.
         """
         model = self._model()
         if model is not None and self._is_attached and self._waiting is None:
             self._waiting = model.register_forward_pre_hook(self._leave)
 
     def _leave(self, model: Any, inputs: Any) -> None:
-        if (
-            torch.compiler.is_compiling()
-            or not torch.is_grad_enabled()
-            or not model.require_backward_grad_sync
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        # A reducer that looks for unused parameters notes their use in no_sync too: it can't be changed in between.
+        if not (
+            model.require_backward_grad_sync or (model.find_unused_parameters and not model.static_graph)
         ):
             return
+        self._stop_waiting()
         if model._join_config.enable or isinstance(model._join_config, Membership):
             return  # a rank that has run out of data makes no forward pass
-        self._stop_waiting()
         self._is_attached = not _forget_hook(model)
 
     def _come_back(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
@@ -210,13 +213,16 @@ def _forget_hook(model: Any) -> bool:
     ):
         return False
     parameters, expects_sparse = model._build_params_for_reducer()
+    before = model.reducer
+    if len(parameters) != model._get_ddp_logging_data().get("num_parameter_tensors"):
+        return False  # some are frozen for now: a reducer without them would not average them later
     names = model._build_debug_param_to_name_mapping(parameters)
-    model.reducer._remove_autograd_hooks()
     model._ddp_init_helper(parameters, expects_sparse, names, model.static_graph)
     if model.static_graph:
         model._static_graph_delay_allreduce_enqueued = False
         model.reducer._set_static_graph()
         model.logger._set_static_graph()
+    before._remove_autograd_hooks()
     model._has_rebuilt_buckets = False
     model._comm_hooks.clear()
     return True

@@ -106,6 +106,7 @@ class AutoState:
         self._current: tuple[HookFunction, Any] | None = None
         self._coming: tuple[HookFunction, Any] | None = None
         self._owed: dict[str, torch.Tensor] = {}
+        self._settled_passes = 0
         self._clock = StepClock()
         self._candidates = Candidates()
         self._futures: list[torch.futures.Future[Any]] = []
@@ -148,7 +149,9 @@ class AutoState:
             self._pay(bucket)
         hook, state = self._current
         if self.is_settled:
-            if index == 0 and self.choice == _PLAIN and not self._owed:
+            self._settled_passes += index == 0
+            # Not in the first: what was owed is paid in it, on those ranks that owe something.
+            if index == 0 and self.choice == _PLAIN and self._settled_passes > 1:
                 self._step_aside()
             return as_future(hook(state, bucket))
         buffer = bucket.buffer()
@@ -294,6 +297,12 @@ class AutoState:
             owed = self._owed.pop(name, None) if name is not None else None
             if owed is not None:
                 entry.values.add_(owed.to(entry.values))
+        if bucket.is_last() and self._owed:
+            _logger.warning(
+                "auto hook: what was not sent yet of %s is dropped, since they are in no bucket of this step",
+                ", ".join(sorted(self._owed)),
+            )
+            self._owed.clear()
 
     # Saving ---------------------------------------------------------------------------------------------------
 

@@ -388,7 +388,12 @@ def test_what_is_worth_it() -> None:
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("rank", [1, 3, 4, 8])
 @pytest.mark.parametrize(("rows", "columns"), [(5, 2048), (64, 2050), (71, 4096), (71, 30)])
-def test_a_thin_product_is_one_in_slabs_too(rank: int, rows: int, columns: int, add: bool) -> None:
+def test_a_thin_product_is_one_in_slabs_too(
+    rank: int, rows: int, columns: int, add: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    real = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda one, other: calls.append(1) or real(one, other))
     generator = torch.Generator().manual_seed(0)
     factor = torch.randn(rank, columns, generator=generator)
     matrix = torch.randn(rows, columns, generator=generator)
@@ -397,3 +402,5 @@ def test_a_thin_product_is_one_in_slabs_too(rank: int, rows: int, columns: int, 
     out = before.clone()
     multiply_transposed(factor, matrix, out, add)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-3)
+    pays = rank >= 4 and columns >= 2048 and rows >= 16
+    assert bool(calls) == (pays and torch.backends.mkl.is_available())

@@ -314,7 +314,7 @@ def test_a_type_checker_resolves_torchs_classes(tmp_path: Path) -> None:
     said: dict[int, str] = {}
     for line in done.stdout.splitlines():
         path, number, text = line.split(":", 2)
-        assert path == str(snippet), line
+        assert Path(path).name == snippet.name, line  # a cached result names an earlier run's folder
         said[int(number)] = said.get(int(number), "") + text
     for number, (expression, revealed) in enumerate(expected.items(), start=6):
         assert revealed in said[number], (expression, said[number])

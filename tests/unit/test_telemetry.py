@@ -71,8 +71,8 @@ def test_a_meter_keeps_an_exchanges_verdict_and_passes_it_on(verdict: object, ro
     assert (seen, ended, meter.finite) == (rounds, [True], verdict)
 
 
-def watched(buffer: torch.Tensor, verdicts: list[object]) -> BucketWatch:
-    watch = BucketWatch(Bucket.of_tensors({"weight": buffer}), None, True)
+def watched(buffer: torch.Tensor, verdicts: list[object], is_read: bool = True) -> BucketWatch:
+    watch = BucketWatch(Bucket.of_tensors({"weight": buffer}), None, True, is_read)
     for start in [metered(exchange(verdict), watch.meter(), watch.one_done) for verdict in verdicts]:
         list(start(Scratch()))
     return watch
@@ -95,6 +95,14 @@ def test_a_result_is_read_only_where_an_exchange_does_not_judge_it(monkeypatch: 
     # what an exchange finds finite in float32 may be infinite once it is rounded to the bucket's type
     assert watched(torch.full((4,), INFINITY).half(), [True]).figures()["nonfinite"] is True
     assert read == [4, 4, 4]
+
+
+def test_what_an_exchange_finds_is_told_where_results_are_not_read() -> None:
+    nan = torch.full((4,), NAN)
+    assert watched(nan, [None, False], is_read=False).figures()["nonfinite"] is True
+    assert watched(nan.half(), [False], is_read=False).figures()["nonfinite"] is True
+    assert watched(torch.ones(4).half(), [True], is_read=False).figures()["nonfinite"] is None
+    assert watched(torch.ones(4), [None, True], is_read=False).figures()["nonfinite"] is None
 
 
 def test_slices_in_memory_of_their_own_are_read_one_by_one() -> None:

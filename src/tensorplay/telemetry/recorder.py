@@ -90,6 +90,8 @@ class BucketWatch:
         elif self.is_read:
             parts = [bucket.buffer] if self._is_whole else [entry.values for entry in bucket.slices]
             self.nonfinite = any(bool(_has_nonfinite(part)) for part in parts)
+        elif any(verdict is False for verdict in verdicts):
+            self.nonfinite = True  # one exchange of it knows; what the others hold changes nothing
         self._take([entry.values for entry in bucket.slices])
 
     def finish(self, result: torch.Tensor) -> None:

@@ -432,3 +432,36 @@ def owed_to_nobody(rank: int, world_size: int) -> int:
 
 def test_what_is_owed_on_one_rank_does_not_part_the_ranks() -> None:
     assert run_ranks(owed_to_nobody, 2) == [0, 0]
+
+
+def fails_half_way(rank: int, world_size: int) -> int:
+    """When DDP can't be given a new reducer, the old one and its hook go on."""
+    model = Wide()
+    ddp, state = wrapped(model, AutoState(min_bytes=10**9))
+    real = ddp._ddp_init_helper
+    failures = 0
+
+    def out_of_memory(*arguments: Any) -> None:
+        raise MemoryError("no room for buckets")
+
+    ddp._ddp_init_helper = out_of_memory
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(12):
+        try:
+            loss = ddp(torch.ones(4, 96) * (rank + 1)).square().mean()
+        except MemoryError:
+            failures += 1
+            ddp._ddp_init_helper = real
+            assert len(ddp._comm_hooks) == 1
+            loss = ddp(torch.ones(4, 96) * (rank + 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        same_everywhere(list(model.parameters()), f"step {step}")
+    assert state.is_settled
+    assert failures == 1
+    return len(ddp._comm_hooks)
+
+
+def test_a_failure_half_way_leaves_the_hook() -> None:
+    assert run_ranks(fails_half_way, 2) == [0, 0]

@@ -2,8 +2,9 @@
 
     payload = scales of all groups, then codes, group after group;   value = scale * level(code)
 
-On a CPU the groups are worked through in runs whose temporaries stay in the cache: three to four times faster than
-whole tensors. On a device everything is one run.
+On a CPU a codec's own compiled loop does it, where there is one (see `compiled`). Otherwise groups are worked through
+in runs whose temporaries stay in the cache: three to four times faster than whole tensors. On a device everything is
+one run.
 """
 
 from abc import abstractmethod
@@ -14,11 +15,13 @@ import numpy
 import torch
 
 from tensorplay.compression.codec import Codec, Context, all_finite
+from tensorplay.compression.compiled import loops_for
 
 __all__ = [
     "ROUNDINGS",
     "RUN_ELEMENTS",
     "SMALLEST_SCALE",
+    "Arrays",
     "GroupScaled",
     "Run",
     "absolute_maximum",
@@ -123,6 +126,28 @@ class Run:
         return lent
 
 
+class Arrays:
+    """A call's vectors as NumPy arrays, for compiled loops.
+
+    Attributes:
+        values: float32 (n,). addend: float32 (n,), the values themselves if there is none, and then `adds` is False.
+        scales: float32 (groups,). codes: uint8, group after group. brief: scales are to be rounded to bfloat16.
+    """
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        brief: bool = False,
+        addend: torch.Tensor | None = None,
+    ) -> None:
+        self.values, self.scales = values.numpy(), scales.numpy()
+        self.codes = codes.view(-1).numpy()
+        self.brief, self.adds = brief, addend is not None
+        self.addend = self.values if addend is None else addend.numpy()
+
+
 def as_array(tensor: torch.Tensor) -> Any:
     """A NumPy array that shares a CPU tensor's memory; a device's tensor itself."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
@@ -151,7 +176,8 @@ def add_noise(values: torch.Tensor, run: Run) -> None:
 class GroupScaled(Codec):
     """Base of codecs that send a scale and G codes a group.
 
-    A subclass writes `_measure`, `_quantize` and `_levels`, each for one run of groups.
+    A subclass writes `_measure`, `_quantize` and `_levels`, each for one run of groups; and `_encode_in_loops` and
+    `_decode_in_loops` where compiled loops do the same.
 
     Args:
         group_size: values that share a scale. group_bytes: bytes of a group's codes.
@@ -178,6 +204,18 @@ class GroupScaled(Codec):
     @abstractmethod
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         """Write the levels (groups, G) float32 that codes (groups, group_bytes) stand for."""
+
+    def _encode_in_loops(self, loops: Any, arrays: "Arrays", subtract: bool) -> bool:
+        """Do all of `_encode` but for the cast of the scales; False, and nothing done, where no loop can.
+
+        Args:
+            loops: the module. arrays: the call's vectors. subtract: see `_encode`.
+        """
+        return False
+
+    def _decode_in_loops(self, loops: Any, arrays: "Arrays", accumulate: bool) -> bool:
+        """Write scale * level to the values, or add it to them; False, and nothing done, where no loop can."""
+        return False
 
     def wire_bytes(self, numel: int) -> int:
         """Bytes of the payload of `numel` values, whole groups."""
@@ -213,6 +251,13 @@ class GroupScaled(Codec):
         scales = sent
         if sent.dtype != torch.float32:
             scales = context.scratch.borrow("grouped/scales", sent.numel(), torch.float32, sent.device)
+        loops = loops_for(values)
+        if loops is not None and codes.shape[0]:
+            arrays = Arrays(values, scales, codes, self.scale_dtype != torch.float32, addend)
+            if self._encode_in_loops(loops, arrays, subtract):
+                if sent is not scales:
+                    sent.copy_(scales)
+                return
         more = addend.view(codes.shape[0], -1) if addend is not None and codes.shape[0] else None
         with numpy.errstate(all="ignore"):  # what isn't finite is told by the scale, not by a warning
             for run in self._runs(values, scales, codes, context):
@@ -244,7 +289,10 @@ class GroupScaled(Codec):
             self.decode_scaled(payload, values, factor, context)
             out.copy_(values)
             return
-        for run in self._decoding(payload, out, factor, context):
+        scales, codes = self._factors(payload, out, factor, context)
+        if self._decoded_in_loops(scales, codes, out, False):
+            return
+        for run in self._runs(out, scales, codes, context):
             self._levels(run.codes, run.values, run)
             run.values.mul_(run.scales_column)
 
@@ -253,7 +301,10 @@ class GroupScaled(Codec):
         if out.dtype != torch.float32:
             super().decode_add(payload, out, factor, context)
             return
-        for run in self._decoding(payload, out, factor, context):
+        scales, codes = self._factors(payload, out, factor, context)
+        if self._decoded_in_loops(scales, codes, out, True):
+            return
+        for run in self._runs(out, scales, codes, context):
             levels = run.table("levels")
             self._levels(run.codes, levels, run)
             run.values.addcmul_(levels, run.scales_column)
@@ -268,15 +319,23 @@ class GroupScaled(Codec):
         border = groups * self.scale_dtype.itemsize
         return payload[:border].view(self.scale_dtype), payload[border:].view(groups, self.group_bytes)
 
-    def _decoding(
+    def _factors(
         self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context
-    ) -> Iterator[Run]:
-        """Runs whose values are those of `out` and whose scales are the payload's times `factor`."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The payload's scales times `factor`, float32, and its codes."""
         scales, codes = self._parts(payload, out.numel())
         if scales.dtype != torch.float32 or factor != 1.0:
             target = context.scratch.borrow("grouped/scales", scales.numel(), torch.float32, scales.device)
             scales = target.copy_(scales) if factor == 1.0 else target.copy_(scales).mul_(factor)
-        return self._runs(out, scales, codes, context)
+        return scales, codes
+
+    def _decoded_in_loops(
+        self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, accumulate: bool
+    ) -> bool:
+        loops = loops_for(out)
+        if loops is None or not codes.shape[0]:
+            return False
+        return self._decode_in_loops(loops, Arrays(out, scales, codes), accumulate)
 
     def _runs(
         self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, context: Context

@@ -1,11 +1,14 @@
 """Two bits a value, with the levels that are best for Gaussian values."""
 
 import math
+from typing import Any
 
+import numpy
 import torch
 
 from tensorplay.compression.bitpack import pack_below, unpack_bits
 from tensorplay.compression.grouped import (
+    Arrays,
     GroupScaled,
     Run,
     check_integer,
@@ -88,6 +91,24 @@ class LloydMax2(GroupScaled):
         pack_below(run.values, 0.0, run.codes[:, :half])
         pack_below(magnitudes, 1.0, run.codes[:, half:])
         return None
+
+    def _encode_in_loops(self, loops: Any, arrays: Arrays, subtract: bool) -> bool:
+        loops.lloyd_max_encode(
+            arrays.values,
+            arrays.addend,
+            arrays.scales,
+            arrays.codes,
+            numpy.float32(_UNIT / _GAUSSIAN_MEAN_MAGNITUDE / self.group_size),
+            numpy.float32(_UNIT / _BORDER),
+            arrays.brief,
+            arrays.adds,
+            subtract,
+        )
+        return True
+
+    def _decode_in_loops(self, loops: Any, arrays: Arrays, accumulate: bool) -> bool:
+        loops.lloyd_max_decode(arrays.codes, arrays.scales, arrays.values, accumulate)
+        return True
 
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         half = self.group_bytes // 2

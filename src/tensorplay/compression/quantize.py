@@ -4,14 +4,19 @@ Quantization with a scale per group of values, not per tensor, keeps one outlier
 (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", section 2).
 """
 
+from typing import Any
+
+import numpy
 import torch
 
 from tensorplay.compression.bitpack import pack_fours, unpack_fours
 from tensorplay.compression.codec import Codec, Context, all_finite
+from tensorplay.compression.compiled import loops_for
 from tensorplay.compression.grouped import (
     ROUNDINGS,
     RUN_ELEMENTS,
     SMALLEST_SCALE,
+    Arrays,
     GroupScaled,
     Run,
     absolute_maximum,
@@ -101,6 +106,26 @@ class SymmetricInteger(GroupScaled):
             pack_fours(integers, run.codes)
         return levels
 
+    def _encode_in_loops(self, loops: Any, arrays: Arrays, subtract: bool) -> bool:
+        if self.rounding == "stochastic":
+            return False
+        loops.integers_encode(
+            arrays.values,
+            arrays.addend,
+            arrays.scales,
+            arrays.codes,
+            self.bits,
+            numpy.float32(1.0 / self.top),
+            arrays.brief,
+            arrays.adds,
+            subtract,
+        )
+        return True
+
+    def _decode_in_loops(self, loops: Any, arrays: Arrays, accumulate: bool) -> bool:
+        loops.integers_decode(arrays.codes, arrays.scales, arrays.values, self.bits, accumulate)
+        return True
+
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         if self.bits == 8:
             levels.copy_(codes.view(torch.int8))
@@ -152,6 +177,12 @@ class AffineUint8(Codec):
         groups = scales.numel()
         if not groups:
             return
+        loops = loops_for(values)
+        if loops is not None:
+            loops.affine_encode(
+                values.numpy(), scales.numpy(), zeros.view(torch.int8).numpy(), codes.view(-1).numpy()
+            )
+            return
         inverse, low, high = context.scratch.borrow(
             "affine/range", 3 * groups, torch.float32, values.device
         ).view(3, -1)
@@ -185,6 +216,8 @@ class AffineUint8(Codec):
         if not scales.numel():
             return
         zero = self._zero(zeros, context)
+        if self._decoded_in_loops(codes, scales, zero, out, False):
+            return
         for part, target, source in self._runs(out.view(scales.numel(), -1), codes):
             target.copy_(source).sub_(zero[part].unsqueeze(1)).mul_(scales[part].unsqueeze(1))
 
@@ -199,6 +232,8 @@ class AffineUint8(Codec):
         zero = self._zero(zeros, context)
         scaled = context.scratch.borrow("affine/scaled", scales.numel(), torch.float32, out.device)
         torch.mul(scales, factor, out=scaled)
+        if self._decoded_in_loops(codes, scaled, zero, out, True):
+            return
         for part, target, source in self._runs(out.view(scales.numel(), -1), codes):
             work = context.scratch.borrow("affine/work", source.numel(), torch.float32, out.device).view(
                 source.shape
@@ -218,6 +253,15 @@ class AffineUint8(Codec):
         groups = self._groups(numel)
         scales, rest = payload[: 4 * groups].view(torch.float32), payload[4 * groups :]
         return scales, rest[:groups], rest[groups:].view(torch.int8).view(groups, -1 if groups else 0)
+
+    @staticmethod
+    def _decoded_in_loops(
+        codes: torch.Tensor, scales: torch.Tensor, zero: torch.Tensor, out: torch.Tensor, accumulate: bool
+    ) -> bool:
+        loops = loops_for(out)
+        if loops is not None:
+            loops.affine_decode(codes.view(-1).numpy(), scales.numpy(), zero.numpy(), out.numpy(), accumulate)
+        return loops is not None
 
     @staticmethod
     def _zero(zeros: torch.Tensor, context: Context) -> torch.Tensor:

@@ -1,9 +1,12 @@
 """One bit a value: its sign."""
 
+from typing import Any
+
+import numpy
 import torch
 
 from tensorplay.compression.bitpack import pack_below, unpack_bits
-from tensorplay.compression.grouped import GroupScaled, Run, check_integer, mean_magnitude, name_with
+from tensorplay.compression.grouped import Arrays, GroupScaled, Run, check_integer, mean_magnitude, name_with
 
 __all__ = ["Sign"]
 
@@ -46,6 +49,23 @@ class Sign(GroupScaled):
     def _quantize(self, run: Run) -> torch.Tensor | None:
         pack_below(run.values, 0.0, run.codes)
         return None
+
+    def _encode_in_loops(self, loops: Any, arrays: Arrays, subtract: bool) -> bool:
+        loops.signs_encode(
+            arrays.values,
+            arrays.addend,
+            arrays.scales,
+            arrays.codes,
+            numpy.float32(1.0 / self.group_size),
+            arrays.brief,
+            arrays.adds,
+            subtract,
+        )
+        return True
+
+    def _decode_in_loops(self, loops: Any, arrays: Arrays, accumulate: bool) -> bool:
+        loops.signs_decode(arrays.codes, arrays.scales, arrays.values, accumulate)
+        return True
 
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         levels.copy_(unpack_bits(codes, -2, 1))

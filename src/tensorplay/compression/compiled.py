@@ -1,0 +1,69 @@
+"""Whether loops compiled to machine code are at hand.
+
+Most codecs are written with PyTorch's and NumPy's operations, each of which passes over all its values. Where Numba is
+installed (`pip install 'tensorplay-distributed[fast]'`) a group's whole arithmetic is one loop instead, two to three
+times faster on one core, and Python's lock is not held meanwhile. Payloads are the same bytes either way, so ranks with
+and without Numba may train together. `NUMBA_DISABLE_JIT=1` in the environment switches the loops off, as it does all of
+Numba's.
+
+What is compiled is kept in `__pycache__`, or in the user's cache folder where that can't be written, so that it costs
+seconds once, and not once a process.
+"""
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["KERNELS", "is_compiled", "jit", "loops_for"]
+
+KERNELS = "numba"
+"""What compiles the loops."""
+
+
+@functools.cache
+def is_compiled() -> bool:
+    """Whether codecs on a CPU run compiled loops: Numba can be imported and is not switched off.
+
+    Example:
+        >>> is_compiled() in (True, False)
+        True
+    """
+    if importlib.util.find_spec(KERNELS) is None:
+        return False
+    try:
+        numba = importlib.import_module(KERNELS)
+    except ImportError:  # it refuses a NumPy newer than it knows
+        return False
+    return not numba.config.DISABLE_JIT
+
+
+def loops_for(values: torch.Tensor, name: str = "tensorplay.compression.loops") -> Any:
+    """The module of compiled loops if they can work on `values`: a float32 vector on a CPU. None otherwise."""
+    if values.device.type != "cpu" or values.dtype != torch.float32 or not is_compiled():
+        return None
+    return _module(name)
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def jit(function: Any = None, *, fastmath: Any = False) -> Any:
+    """`numba.njit` as all loops here use it: without Python's lock, IEEE division, and kept on disk.
+
+    Args:
+        fastmath: rules of arithmetic that a loop may bend. Nothing whose result ranks compare may bend any.
+    """
+    if function is None:
+        return functools.partial(jit, fastmath=fastmath)
+    numba = importlib.import_module(KERNELS)
+    settings = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
+    try:
+        return numba.njit(cache=True, **settings)(function)
+    except RuntimeError:  # no folder to keep it in
+        return numba.njit(**settings)(function)

@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 
+from tensorplay.compression import compiled
 from tensorplay.compression.codec import Codec, Context, Identity
 from tensorplay.compression.grouped import SMALLEST_SCALE, GroupScaled
 from tensorplay.compression.registry import codec_entry, known_codecs, make_codec, register_codec
@@ -32,7 +33,28 @@ VARIANTS = [
     "randomk:1",
 ]
 NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
-every_codec = pytest.mark.parametrize("spec", VARIANTS)
+#: Run a second time as they are without Numba.
+WITH_LOOPS = [
+    "int2",
+    "int4:group_size=32",
+    "int8",
+    "int8:group_size=512,scale_dtype=bfloat16",
+    "sign",
+    "uint8",
+    "uint8:none",
+]
+every_codec = pytest.mark.parametrize(
+    "spec", [*VARIANTS, *(f"{spec} in torch" for spec in WITH_LOOPS)], indirect=True
+)
+
+
+@pytest.fixture
+def spec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What names the codec; "... in torch" switches compiled loops off."""
+    name, _, in_torch = request.param.partition(" ")
+    if in_torch:
+        monkeypatch.setattr(compiled, "is_compiled", lambda: False)
+    return str(name)
 
 
 def normal(numel: int, seed: int = 0) -> torch.Tensor:

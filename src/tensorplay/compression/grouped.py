@@ -214,7 +214,11 @@ class GroupScaled(Codec):
         return False
 
     def _decode_in_loops(self, loops: Any, arrays: "Arrays", accumulate: bool) -> bool:
-        """Write scale * level to the values, or add it to them; False, and nothing done, where no loop can."""
+        """Write scale * level to the values; False, and nothing done, where no loop can.
+
+        Args:
+            accumulate: add it to the values, after the addend if there is one.
+        """
         return False
 
     def wire_bytes(self, numel: int) -> int:
@@ -235,6 +239,22 @@ class GroupScaled(Codec):
         """As `Codec.encode_residual`, run by run: each is read from memory and written once, in half the time."""
         self._encode(values, payload, context, addend, subtract=True)
 
+    def encode_sum(
+        self, values: torch.Tensor, addend: torch.Tensor, payload: torch.Tensor, context: Context
+    ) -> bool:
+        """As `Codec.encode_sum`, where there are loops."""
+        sent, codes = self._parts(payload, values.numel())
+        scales = context.scratch.borrow("grouped/scales", sent.numel(), torch.float32, sent.device)
+        return self._encoded_in_loops(values, addend, sent, scales, codes, False)
+
+    def settle(
+        self, payload: torch.Tensor, values: torch.Tensor, residual: torch.Tensor, context: Context
+    ) -> None:
+        """As `Codec.settle`, in one pass where there are loops."""
+        scales, codes = self._factors(payload, residual, -1.0, context)
+        if not self._decoded_in_loops(scales, codes, residual, True, values):
+            super().settle(payload, values, residual, context)
+
     def _encode(
         self,
         values: torch.Tensor,
@@ -251,13 +271,8 @@ class GroupScaled(Codec):
         scales = sent
         if sent.dtype != torch.float32:
             scales = context.scratch.borrow("grouped/scales", sent.numel(), torch.float32, sent.device)
-        loops = loops_for(values)
-        if loops is not None and codes.shape[0]:
-            arrays = Arrays(values, scales, codes, self.scale_dtype != torch.float32, addend)
-            if self._encode_in_loops(loops, arrays, subtract):
-                if sent is not scales:
-                    sent.copy_(scales)
-                return
+        if self._encoded_in_loops(values, addend, sent, scales, codes, subtract):
+            return
         more = addend.view(codes.shape[0], -1) if addend is not None and codes.shape[0] else None
         with numpy.errstate(all="ignore"):  # what isn't finite is told by the scale, not by a warning
             for run in self._runs(values, scales, codes, context):
@@ -329,13 +344,39 @@ class GroupScaled(Codec):
             scales = target.copy_(scales) if factor == 1.0 else target.copy_(scales).mul_(factor)
         return scales, codes
 
-    def _decoded_in_loops(
-        self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, accumulate: bool
+    def _encoded_in_loops(
+        self,
+        values: torch.Tensor,
+        addend: torch.Tensor | None,
+        sent: torch.Tensor,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        subtract: bool,
     ) -> bool:
+        """Whether loops did all of `_encode`. `sent`: (groups,) in the scales' dtype; `scales`: the same, float32."""
+        loops = loops_for(values)
+        if loops is None or not codes.shape[0]:
+            return False
+        arrays = Arrays(values, scales, codes, self.scale_dtype != torch.float32, addend)
+        if not self._encode_in_loops(loops, arrays, subtract):
+            return False
+        if sent is not scales:
+            sent.copy_(scales)
+        return True
+
+    def _decoded_in_loops(
+        self,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        out: torch.Tensor,
+        accumulate: bool,
+        addend: torch.Tensor | None = None,
+    ) -> bool:
+        """Whether loops wrote scale * level (+ `addend` + `out`, with `accumulate`) to `out`."""
         loops = loops_for(out)
         if loops is None or not codes.shape[0]:
             return False
-        return self._decode_in_loops(loops, Arrays(out, scales, codes), accumulate)
+        return self._decode_in_loops(loops, Arrays(out, scales, codes, False, addend), accumulate)
 
     def _runs(
         self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, context: Context

@@ -6,8 +6,12 @@ operations, operation by operation and in float32, so payloads are equal bit by 
 added up in another order.
 
 Shapes, everywhere: values, addend, out (groups x group_size,) float32; scales (groups,) float32; codes uint8, group
-after group. All are contiguous NumPy arrays. `brief`: scales are rounded to bfloat16. `subtract`: values become
-values + addend (where `add`) - what the codes stand for; otherwise they are not changed.
+after group. All are contiguous NumPy arrays.
+
+brief: scales are rounded to bfloat16.
+add: what is encoded is values + addend.
+subtract: what the codes stand for is subtracted from that, and written to the values; otherwise they are not changed.
+accumulate: what is decoded is added to out, after the addend where `add`; otherwise it replaces out.
 
 Codes of a group whose scale isn't finite are zeros, and its values are left as they were: the step doesn't count.
 """
@@ -70,9 +74,9 @@ def _brief(bits: Any) -> Any:
 
 
 @jit
-def _add(values: Any, addend: Any) -> None:
+def _add(values: Any, addend: Any, out: Any) -> None:
     for i in range(values.shape[0]):
-        values[i] = values[i] + addend[i]
+        out[i] = values[i] + addend[i]
 
 
 @jit(fastmath=_FUSED)
@@ -95,14 +99,17 @@ def integers_encode(
     size = values.shape[0] // groups
     half = size // 2
     row_bytes = codes.shape[0] // groups
-    value_bits, scale_bits = values.view(_BITS), scales.view(_BITS)
+    scale_bits = scales.view(_BITS)
     signed = codes.view(numpy.int8)
+    spare = numpy.empty(size if add and not subtract else 0, _FLOAT)
     for g in range(groups):
         some = values[g * size : (g + 1) * size]
         row = signed[g * row_bytes : (g + 1) * row_bytes]
         if add:
-            _add(some, addend[g * size : (g + 1) * size])
-        scale_bits[g] = _largest_bits(value_bits[g * size : (g + 1) * size])
+            total = some if subtract else spare
+            _add(some, addend[g * size : (g + 1) * size], total)
+            some = total
+        scale_bits[g] = _largest_bits(some.view(_BITS))
         scales[g] = scales[g] * factor
         scale_bits[g] = max(scale_bits[g], _SMALLEST_SCALE_BITS)
         if brief:
@@ -132,7 +139,9 @@ def integers_encode(
 
 
 @jit(fastmath=_FUSED)
-def integers_decode(codes: Any, scales: Any, out: Any, bits: int, accumulate: bool) -> None:
+def integers_decode(
+    codes: Any, scales: Any, out: Any, addend: Any, bits: int, accumulate: bool, add: bool
+) -> None:
     """out = scale * code, or, if `accumulate`, out += scale * code."""
     groups = scales.shape[0]
     size = out.shape[0] // groups
@@ -143,6 +152,8 @@ def integers_decode(codes: Any, scales: Any, out: Any, bits: int, accumulate: bo
         some = out[g * size : (g + 1) * size]
         row = signed[g * row_bytes : (g + 1) * row_bytes]
         scale = scales[g]
+        if add:
+            _add(some, addend[g * size : (g + 1) * size], some)
         if bits == 8:
             if accumulate:
                 for i in range(size):
@@ -215,24 +226,27 @@ def signs_encode(
     size = values.shape[0] // groups
     row_bytes = size // 8
     tile = max(1, _TILE // size)
+    spare = numpy.empty(tile * size if add and not subtract else 0, _FLOAT)
     for first in range(0, groups, tile):
         last = min(first + tile, groups)
+        many = values[first * size : last * size]
+        if add:
+            total = many if subtract else spare[: many.shape[0]]
+            _add(many, addend[first * size : last * size], total)
+            many = total
         for g in range(first, last):
-            some = values[g * size : (g + 1) * size]
-            if add:
-                _add(some, addend[g * size : (g + 1) * size])
-            _mean_scale(some, scales, g, factor, brief)
-        _pack_negative(values[first * size : last * size], codes[first * row_bytes : last * row_bytes])
+            _mean_scale(many[(g - first) * size : (g - first + 1) * size], scales, g, factor, brief)
+        _pack_negative(many, codes[first * row_bytes : last * row_bytes])
         if subtract:
             for g in range(first, last):
-                some = values[g * size : (g + 1) * size]
+                some = many[(g - first) * size : (g - first + 1) * size]
                 scale = scales[g]
                 for i in range(size):
                     some[i] = some[i] - (-scale if some[i] < _ZERO else scale)
 
 
 @jit(fastmath=_FUSED)
-def signs_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> None:
+def signs_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate: bool, add: bool) -> None:
     """out = -scale where the code is 1, else scale; or, if `accumulate`, that is added to out."""
     groups = scales.shape[0]
     size = out.shape[0] // groups
@@ -241,6 +255,8 @@ def signs_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> None:
         some = out[g * size : (g + 1) * size]
         row = codes[g * row_bytes : (g + 1) * row_bytes]
         scale = scales[g]
+        if add:
+            _add(some, addend[g * size : (g + 1) * size], some)
         if accumulate:
             for j in range(row_bytes):
                 for k in range(8):
@@ -271,11 +287,14 @@ def lloyd_max_encode(
     plane = size // 8
     scale_bits = scales.view(_BITS)
     largest = numpy.empty(1, _FLOAT)
+    spare = numpy.empty(size if add and not subtract else 0, _FLOAT)
     for g in range(groups):
         some = values[g * size : (g + 1) * size]
         row = codes[g * 2 * plane : (g + 1) * 2 * plane]
         if add:
-            _add(some, addend[g * size : (g + 1) * size])
+            total = some if subtract else spare
+            _add(some, addend[g * size : (g + 1) * size], total)
+            some = total
         if not _mean_scale(some, scales, g, factor, brief):
             row[:] = 0
             continue
@@ -291,7 +310,7 @@ def lloyd_max_encode(
 
 
 @jit(fastmath=_FUSED)
-def lloyd_max_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> None:
+def lloyd_max_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate: bool, add: bool) -> None:
     """out = sign * level * scale, the level 3 or 10; or, if `accumulate`, that is added to out."""
     groups = scales.shape[0]
     size = out.shape[0] // groups
@@ -301,6 +320,8 @@ def lloyd_max_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> Non
         negative = codes[g * 2 * plane : g * 2 * plane + plane]
         inside = codes[g * 2 * plane + plane : (g + 1) * 2 * plane]
         scale = scales[g]
+        if add:
+            _add(some, addend[g * size : (g + 1) * size], some)
         for j in range(plane):
             for k in range(8):
                 inner = (_BITS(inside[j]) >> _BITS(7 - k)) & _BITS(1)

@@ -7,13 +7,14 @@
     e_i = M_i - (d / W) result             d: ranks that take part, W: ranks of the group
 
 All ranks subtract the same, so sum_i (g_i + e_i) before = d x result + sum_i e_i after, exactly. Factors are kept
-transposed, their long side contiguous: that is up to twenty times faster on CPU than the textbook's layout.
+transposed, their long side contiguous: that is up to twenty times faster on CPU than the textbook's layout. With Numba,
+float32 gradients are worked on by compiled loops, see `low_rank_fused`.
 
 Paper: Vogels, Karimireddy, Jaggi 2019, PowerSGD, algorithms 1 and 2.
 """
 
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ from tensorplay.compression.low_rank_factors import (
     orthogonalize_factors,
     store_right,
 )
+from tensorplay.compression.low_rank_fused import AHEAD, agreement_code, fused_for
 from tensorplay.compression.low_rank_plan import Factorisation, LowRankPlan
 from tensorplay.compression.low_rank_result import Settled
 from tensorplay.compression.memory import Tensors
@@ -39,6 +41,7 @@ from tensorplay.compression.rounds import AllReduce, Exchange, Round, Scratch
 __all__ = ["LowRankTerms", "check_ranks", "low_rank_mean", "plain_mean"]
 
 _HALF_LIMIT = 65000.0
+_LAYOUT = "layout (rank, min_compression_rate, model; on processors whose loops round differently, Numba too)"
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ def low_rank_mean(
 
     Args:
         memories: of every slice: "residual" (n,) float32 where there is error feedback, "q" (rank, columns) float32,
-            the right factor the next step starts from. A result that isn't finite changes neither.
+            the right factor the next step starts from, and "ahead", see `low_rank_fused`. A result that isn't finite
+            changes none of them.
     Wire: 2 (W-1)/W x 4 x (r x sum(rows + columns) + uncompressed elements + one flag a factorised parameter) bytes.
     Raises: RuntimeError: `terms.check`, and the ranks are not at one step of one configuration.
     """
@@ -107,7 +111,7 @@ def check_ranks(
     """
     told = yield from tell_all(facts, rank, world_size, device)
     require_equal(
-        ["step", "random_seed", "elements in the bucket", "layout (rank, min_compression_rate, model)"],
+        ["step", "random_seed", "elements in the bucket", _LAYOUT],
         [theirs[:4] for theirs in told],
         "make the state alike on all ranks, and load one checkpoint on all of them or on none",
     )
@@ -121,6 +125,9 @@ class _LowRank:
     """One exchange of one bucket. Its rounds:
 
     1. At the first step, compare step, seed and plan with the other ranks; on a device this waits for the answer.
+    What follows is for PyTorch's operations; where compiled loops are used, g + e is not formed in 2 and 3, and the
+    residual isn't touched before 4.
+
     2. Right factors from memory, orthonormal. Left factors, their flags and what travels uncompressed: all-reduce.
        Where a float32 gradient lies in the bucket as a matrix, g Q and e Q are summed and M = g + e is not made yet.
     3. If all was finite, M is made, in the residual's memory. Left factors orthonormal. Right factors: all-reduce.
@@ -145,6 +152,8 @@ class _LowRank:
         self.device = bucket.buffer.device
         self.branch_free = self.device.type != "cpu" if terms.branch_free is None else terms.branch_free
         self.right = self.borrow("right", plan.right_elements)
+        self.fused = fused_for(self.right, self.branch_free)
+        self.values = [entry.values for entry in bucket.slices]
         self.first = self.borrow("first", plan.left_elements + len(plan.members) + plan.plain_elements)
         self.left = self.first[: plan.left_elements]
         self.flags = self.first[plan.left_elements : plan.left_elements + len(plan.members)]
@@ -158,7 +167,8 @@ class _LowRank:
         self.together = self.plain_dtype == self.first_dtype  # one tensor on the wire
         if not self.together:
             self.plain = self.borrow("tail", plan.plain_elements, self.plain_dtype)
-        self.matrices: list[torch.Tensor] = []
+        #: A matrix a factorisation; None where compiled loops read gradients and residuals where they are.
+        self.matrices: list[torch.Tensor | None] = []
         #: Factorisation -> gradient, where the matrix is the residual's memory and the gradient not yet added.
         self.apart: dict[int, torch.Tensor] = {}
         self.keep: dict[int, Condition] = {}
@@ -172,7 +182,8 @@ class _LowRank:
         source: int | None = None
         if self.terms.check:
             terms, plan = self.terms, self.plan
-            facts = (terms.step, terms.seed, plan.elements, plan.fingerprint, self._factors_crc())
+            layout = plan.fingerprint ^ agreement_code(plan, self.fused)
+            facts = (terms.step, terms.seed, plan.elements, layout, self._factors_crc())
             source = yield from check_ranks(facts, terms.rank, terms.world_size, self.device)
         self._load_matrices()
         load_right(plan, self.memories, self.right, self._draw, self.terms.warm_start)
@@ -184,7 +195,7 @@ class _LowRank:
             self.right, plan.right_classes, self.terms.epsilon, self.branch_free, revive=True
         )
 
-        self._make_first()
+        self._make_first(self.terms.warm_start and source is None)
         yield from self._sum_first()
         good = all_finite(self.plain) & is_bounded(self.left)
         finite = self._condition(good)
@@ -199,7 +210,11 @@ class _LowRank:
         scales = self._scales() if self.right_dtype == torch.float16 else None
         orthogonalize_factors(self.left, plan.left_classes, self.terms.epsilon, self.branch_free)
         for item, matrix in zip(plan.factorisations, self.matrices, strict=True):
-            multiply(item.left(self.left), matrix, item.right(self.right))
+            left, right = item.left(self.left), item.right(self.right)
+            if matrix is not None:
+                multiply(left, matrix, right)
+            elif self.fused is not None:
+                self.fused.back(item, self.values, self.memories, left, right)
         self.right.mul_(1.0 / self.terms.divisor)
         yield from self._sum_right(scales)
         good = good & is_bounded(self.right)
@@ -226,13 +241,23 @@ class _LowRank:
     # Before the rounds ----------------------------------------------------------------------------------------
 
     def _load_matrices(self) -> None:
-        scratch = self.borrow(
-            "matrices", sum(item.numel for item in self.plan.factorisations if not self._in_place(item))
-        )
+        fused = [
+            self.fused is not None and self.fused.fits(item, self.values, self.memories)
+            for item in self.plan.factorisations
+        ]
+        gathered = [
+            item.numel
+            for item, is_fused in zip(self.plan.factorisations, fused, strict=True)
+            if not is_fused and not self._in_place(item)
+        ]
+        scratch = self.borrow("matrices", sum(gathered))
         at = 0
         for number, item in enumerate(self.plan.factorisations):
             shape = (item.batch, item.rows, item.columns)
-            if self._in_place(item):
+            matrix: torch.Tensor | None = None
+            if fused[number]:
+                pass
+            elif self._in_place(item):
                 index = item.members[0]
                 matrix = self.bucket.slices[index].values.view(shape)
                 residual = self.memories[index].get("residual")
@@ -272,11 +297,14 @@ class _LowRank:
 
     # First round ----------------------------------------------------------------------------------------------
 
-    def _make_first(self) -> None:
+    def _make_first(self, is_own: bool) -> None:
         factor = 1.0 / self.terms.divisor
         for number, (item, matrix) in enumerate(zip(self.plan.factorisations, self.matrices, strict=True)):
             left, right = item.left(self.left), item.right(self.right)
-            if item.batch > 1:
+            if matrix is None:
+                if self.fused is not None:
+                    self.fused.project(item, self.values, self.memories, left, right, is_own)
+            elif item.batch > 1:
                 torch.bmm(right, matrix.mT, out=left)
             else:
                 multiply_transposed(right[0], matrix[0], left[0])
@@ -354,24 +382,45 @@ class _LowRank:
             return
         counts = self.flags.tolist()
         self.keep = {index: counts[at] > 0 for at, index in enumerate(members)}
-        for number, gradient in self.apart.items():
-            if self.keep[self.plan.factorisations[number].members[0]]:
-                self.matrices[number].add_(gradient)
+        for residual, gradient in self._kept_apart():
+            residual.add_(gradient)
 
     def _undo(self) -> None:
         """Take the gradients out of the residuals again, to rounding; only for values near the end of float32."""
+        for residual, gradient in self._kept_apart():
+            residual.sub_(gradient)
+
+    def _kept_apart(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for number, gradient in self.apart.items():
-            if self.keep[self.plan.factorisations[number].members[0]]:
-                self.matrices[number].sub_(gradient)
+            residual = self.matrices[number]
+            if residual is not None and self.keep[self.plan.factorisations[number].members[0]]:
+                yield residual, gradient
 
     def _settle(self, finite: Condition) -> None:
         settled = Settled(self.terms.divisor / self.terms.world_size, finite, self.keep)
         if isinstance(finite, torch.Tensor):
             settled.keep = {index: finite & condition for index, condition in self.keep.items()}
+        following = self._following()
         for item, matrix in zip(self.plan.factorisations, self.matrices, strict=True):
             left, right = item.left(self.left), item.right(self.right)
-            values = [self.bucket.slices[index].values for index in item.members]
-            residuals = [self.memories[index].get("residual") for index in item.members]
-            settled.write(item, matrix, left, right, values, residuals)
+            if matrix is not None:
+                values = [self.values[index] for index in item.members]
+                residuals = [self.memories[index].get("residual") for index in item.members]
+                settled.write(item, matrix, left, right, values, residuals)
+                for index in item.members:
+                    self.memories[index].pop(AHEAD, None)
+            elif self.fused is not None:
+                ahead = item.right(following)
+                memories, share = self.memories, settled.share
+                self.fused.settle(item, self.values, memories, left, right, ahead, share, settled.keep)
             if self.terms.warm_start:
                 store_right(item, self.memories, right, settled.keep)
+
+    def _following(self) -> torch.Tensor:
+        """The right factors as the next step will begin with them; it makes them again from what is kept."""
+        if not self.terms.warm_start or all(matrix is not None for matrix in self.matrices):
+            return self.right
+        following = self.borrow("following", self.right.numel()).copy_(self.right)
+        classes, epsilon = self.plan.right_classes, self.terms.epsilon
+        orthogonalize_factors(following, classes, epsilon, self.branch_free, revive=True)
+        return following

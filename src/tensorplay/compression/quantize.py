@@ -123,7 +123,9 @@ class SymmetricInteger(GroupScaled):
         return True
 
     def _decode_in_loops(self, loops: Any, arrays: Arrays, accumulate: bool) -> bool:
-        loops.integers_decode(arrays.codes, arrays.scales, arrays.values, self.bits, accumulate)
+        loops.integers_decode(
+            arrays.codes, arrays.scales, arrays.values, arrays.addend, self.bits, accumulate, arrays.adds
+        )
         return True
 
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from tensorplay.compression import low_rank, low_rank_fused
 from tensorplay.compression.bucket import Bucket, GradientSlice
+from tensorplay.compression.compiled import is_compiled
 from tensorplay.compression.low_rank import LowRankTerms, low_rank_mean
 from tensorplay.compression.low_rank_factors import multiply_transposed
 from tensorplay.compression.low_rank_plan import LAYOUTS, Rule, matrix_shape, plan_low_rank
@@ -16,6 +18,9 @@ from tensorplay.compression.rounds import AllReduce, AllToAll, Scratch
 Shapes = tuple[tuple[int, ...], ...]
 MIXED: Shapes = ((40, 30), (30,), (16, 8, 3, 3), (40, 30), (), (0, 3), (12, 20))
 LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
+NUMBA = pytest.mark.skipif(not is_compiled(), reason="needs the extra `fast`: Numba")
+#: Sizes that no block of four rows or eight columns divides, and matrices that travel uncompressed.
+RAGGED: Shapes = ((41, 37), (9,), (41, 37), (6, 131), (130, 7), (64, 64), (50, 1), (1, 70), (0, 5), (7, 3, 3))
 
 
 @dataclass
@@ -404,3 +409,150 @@ def test_a_thin_product_is_one_in_slabs_too(
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-3)
     pays = rank >= 4 and columns >= 2048 and rows >= 16
     assert bool(calls) == (pays and torch.backends.mkl.is_available())
+
+
+def without_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_rank, "fused_loops", lambda factor: None)
+
+
+@NUMBA
+@LAYOUT
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_loops_and_operations_are_one(
+    layout: str, rank: int, warm_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same exchange with and without Numba; the last matrix of a shape is not used in one step."""
+    one, other = (Ranks(RAGGED, rank=rank, layout=layout, warm_start=warm_start) for _ in range(2))
+    for seed in range(4):
+        mine = gradients(RAGGED, 3, seed)
+        used = [[seed != 2 or at not in (2, 5) for at in range(len(RAGGED))]] * 3
+        if seed == 2:
+            for gradient in mine:
+                gradient[2].zero_()
+                gradient[5].zero_()
+        before = one.residuals()
+        compiled = all_equal(one.average(mine, used))
+        left = total(mine) + before - 3 * compiled - one.residuals()
+        assert float(left.norm() / total(mine).norm()) < 1e-5
+        with monkeypatch.context() as patch:
+            without_loops(patch)
+            plain = all_equal(other.average(mine, used))
+        torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(one.residuals(), other.residuals(), rtol=1e-3, atol=1e-4)
+    held = [set(memory) for memory in one.memories[0] if memory]
+    by_loops = rank != 3 and layout != "bucket"
+    assert any("ahead" in kinds for kinds in held) == by_loops
+    assert not any("ahead" in memory for memory in other.memories[0])
+
+
+@NUMBA
+@LAYOUT
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_ranks_with_and_without_loops_agree_to_the_bit(
+    layout: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = low_rank.fused_loops, []
+
+    def only_first_rank(factor: torch.Tensor) -> object:
+        made.append(1)
+        return real(factor) if len(made) % 3 == 1 else None
+
+    monkeypatch.setattr(low_rank, "fused_loops", only_first_rank)
+    ranks = Ranks(RAGGED, rank=rank, layout=layout, check=True)
+    for seed in range(3):
+        mine = gradients(RAGGED, 3, seed)
+        before = ranks.residuals()
+        result = all_equal(ranks.average(mine))
+        left = total(mine) + before - 3 * result - ranks.residuals()
+        assert float(left.norm() / total(mine).norm()) < 1e-5
+    assert len(made) == 9
+    assert ("ahead" in ranks.memories[0][0]) == (layout != "bucket")
+    assert "ahead" not in ranks.memories[1][0]
+
+
+@NUMBA
+def test_where_loops_round_otherwise_ranks_without_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, made = low_rank.fused_loops, []
+
+    def only_first_rank(factor: torch.Tensor) -> object:
+        made.append(1)
+        return real(factor) if len(made) % 3 == 1 else None
+
+    monkeypatch.setattr(low_rank_fused, "_settles_as_torch", lambda loops, rank: False)
+    monkeypatch.setattr(low_rank, "fused_loops", only_first_rank)
+    with pytest.raises(RuntimeError, match=r"layout .*Numba"):
+        Ranks(RAGGED, check=True).average(gradients(RAGGED, 3, 0))
+    monkeypatch.setattr(low_rank, "fused_loops", real)
+    all_equal(Ranks(RAGGED, check=True).average(gradients(RAGGED, 3, 0)))
+
+
+@NUMBA
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize(("rows", "columns"), [(4, 8), (5, 33), (67, 203), (130, 5), (9, 1)])
+def test_loops_against_float64(rank: int, rows: int, columns: int) -> None:
+    loops = low_rank_fused.fused_loops(torch.empty(0))
+    generator = torch.Generator().manual_seed(rank)
+    shapes = ((rows, columns), (rows, columns), (rank, rows), (rank, columns), (rank, columns))
+    # one value off an aligned address, as a slice of a bucket may be
+    g, e, left, right, following = (
+        torch.randn(a * b + 1, generator=generator)[1:].view(a, b) for a, b in shapes
+    )
+    exact, mean = g.double() + e.double(), torch.mm(left.t(), right)
+    out, back, ahead = torch.empty(rank, rows), torch.zeros(rank, columns), torch.empty(rank, rows)
+    loops.PROJECT[rank](g.numpy(), right.numpy(), out.numpy())
+    loops.BACK[rank](g.numpy(), e.numpy(), left.numpy(), back.numpy())
+    torch.testing.assert_close(out.double(), right.double() @ g.double().t(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(back.double(), left.double() @ exact, rtol=1e-5, atol=1e-4)
+    arrays = [t.numpy() for t in (g, e, left, right, following, ahead)]
+    loops.SETTLE[rank](*arrays[:4], arrays[0].dtype.type(0.5), *arrays[4:])
+    assert torch.equal(g, mean)
+    torch.testing.assert_close(e.double(), exact - 0.5 * mean.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ahead.double(), following.double() @ e.double().t(), rtol=1e-5, atol=1e-4)
+
+
+@NUMBA
+@pytest.mark.parametrize("layout", ["layer", "batched", "same_shape"])
+def test_the_residual_is_read_once_less_while_its_product_is_known(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    real = low_rank_fused.multiply_transposed
+
+    def count(*arguments: object, **options: object) -> None:
+        calls.append(1)
+        real(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(low_rank_fused, "multiply_transposed", count)
+    shapes: Shapes = ((40, 30), (40, 30))
+    ranks, again = (Ranks(shapes, world_size=1, layout=layout) for _ in range(2))
+
+    def step(seed: int, used: tuple[bool, bool] = (True, True)) -> tuple[torch.Tensor, int]:
+        calls.clear()
+        mine = gradients(shapes, 1, seed)
+        result = ranks.average(mine, [list(used)])[0].clone()
+        return result, len(calls)
+
+    assert step(0)[1] == 2
+    assert step(1)[1] == 0
+    expected = ranks.memories[0][0]["residual"].view(40, 30) @ unit_rows(ranks.memories[0][0]["q"]).t()
+    torch.testing.assert_close(ranks.memories[0][0]["ahead"], expected.t(), rtol=1e-4, atol=1e-4)
+    # the same tensors under other names, as after loading: nothing is formed anew, and the bits are the same
+    again.memories = [[{kind: t.clone() for kind, t in m.items()} for m in ranks.memories[0]]]
+    again.step = ranks.step
+    result, formed = step(2)
+    assert formed == 0
+    assert torch.equal(result, again.average(gradients(shapes, 1, 2))[0])
+    assert not calls
+    # unused everywhere: its own factor waits for it, a shared one moves on
+    assert step(3, (True, False))[1] == 0
+    assert step(4)[1] == (layout == "same_shape")
+    # one member's factor came from another matrix, or the state was saved without Numba: formed anew
+    ranks.memories[0][1]["q"] = torch.randn(2, 30)
+    assert step(5)[1] == (layout == "same_shape")
+    del ranks.memories[0][1]["ahead"]
+    assert step(6)[1] == 1
+
+
+def unit_rows(factor: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.qr(factor.t()).Q.t()

@@ -32,7 +32,7 @@ from tensorplay.compression.low_rank_factors import (
     orthogonalize_factors,
     store_right,
 )
-from tensorplay.compression.low_rank_fused import AHEAD, agreement_code, fused_for
+from tensorplay.compression.low_rank_fused import AHEAD, FusedMatrices, agreement_code, fits, fused_loops
 from tensorplay.compression.low_rank_plan import Factorisation, LowRankPlan
 from tensorplay.compression.low_rank_result import Settled
 from tensorplay.compression.memory import Tensors
@@ -152,7 +152,7 @@ class _LowRank:
         self.device = bucket.buffer.device
         self.branch_free = self.device.type != "cpu" if terms.branch_free is None else terms.branch_free
         self.right = self.borrow("right", plan.right_elements)
-        self.fused = fused_for(self.right, self.branch_free)
+        self.loops = None if self.branch_free else fused_loops(self.right)
         self.values = [entry.values for entry in bucket.slices]
         self.first = self.borrow("first", plan.left_elements + len(plan.members) + plan.plain_elements)
         self.left = self.first[: plan.left_elements]
@@ -167,8 +167,7 @@ class _LowRank:
         self.together = self.plain_dtype == self.first_dtype  # one tensor on the wire
         if not self.together:
             self.plain = self.borrow("tail", plan.plain_elements, self.plain_dtype)
-        #: A matrix a factorisation; None where compiled loops read gradients and residuals where they are.
-        self.matrices: list[torch.Tensor | None] = []
+        self.matrices: list[torch.Tensor | FusedMatrices] = []
         #: Factorisation -> gradient, where the matrix is the residual's memory and the gradient not yet added.
         self.apart: dict[int, torch.Tensor] = {}
         self.keep: dict[int, Condition] = {}
@@ -182,7 +181,7 @@ class _LowRank:
         source: int | None = None
         if self.terms.check:
             terms, plan = self.terms, self.plan
-            layout = plan.fingerprint ^ agreement_code(plan, self.fused)
+            layout = plan.fingerprint ^ agreement_code(self.loops, plan)
             facts = (terms.step, terms.seed, plan.elements, layout, self._factors_crc())
             source = yield from check_ranks(facts, terms.rank, terms.world_size, self.device)
         self._load_matrices()
@@ -210,11 +209,10 @@ class _LowRank:
         scales = self._scales() if self.right_dtype == torch.float16 else None
         orthogonalize_factors(self.left, plan.left_classes, self.terms.epsilon, self.branch_free)
         for item, matrix in zip(plan.factorisations, self.matrices, strict=True):
-            left, right = item.left(self.left), item.right(self.right)
-            if matrix is not None:
-                multiply(left, matrix, right)
-            elif self.fused is not None:
-                self.fused.back(item, self.values, self.memories, left, right)
+            if isinstance(matrix, FusedMatrices):
+                matrix.back()
+            else:
+                multiply(item.left(self.left), matrix, item.right(self.right))
         self.right.mul_(1.0 / self.terms.divisor)
         yield from self._sum_right(scales)
         good = good & is_bounded(self.right)
@@ -241,23 +239,22 @@ class _LowRank:
     # Before the rounds ----------------------------------------------------------------------------------------
 
     def _load_matrices(self) -> None:
-        fused = [
-            self.fused is not None and self.fused.fits(item, self.values, self.memories)
-            for item in self.plan.factorisations
-        ]
+        by_loops = [fits(self.loops, item, self.values, self.memories) for item in self.plan.factorisations]
         gathered = [
             item.numel
-            for item, is_fused in zip(self.plan.factorisations, fused, strict=True)
+            for item, is_fused in zip(self.plan.factorisations, by_loops, strict=True)
             if not is_fused and not self._in_place(item)
         ]
         scratch = self.borrow("matrices", sum(gathered))
         at = 0
         for number, item in enumerate(self.plan.factorisations):
             shape = (item.batch, item.rows, item.columns)
-            matrix: torch.Tensor | None = None
-            if fused[number]:
-                pass
-            elif self._in_place(item):
+            if by_loops[number]:
+                factors = (item.left(self.left), item.right(self.right))
+                fused = FusedMatrices(self.loops, item, self.values, self.memories, factors)
+                self.matrices.append(fused)
+                continue
+            if self._in_place(item):
                 index = item.members[0]
                 matrix = self.bucket.slices[index].values.view(shape)
                 residual = self.memories[index].get("residual")
@@ -300,11 +297,11 @@ class _LowRank:
     def _make_first(self, is_own: bool) -> None:
         factor = 1.0 / self.terms.divisor
         for number, (item, matrix) in enumerate(zip(self.plan.factorisations, self.matrices, strict=True)):
+            if isinstance(matrix, FusedMatrices):
+                matrix.project(is_own)
+                continue
             left, right = item.left(self.left), item.right(self.right)
-            if matrix is None:
-                if self.fused is not None:
-                    self.fused.project(item, self.values, self.memories, left, right, is_own)
-            elif item.batch > 1:
+            if item.batch > 1:
                 torch.bmm(right, matrix.mT, out=left)
             else:
                 multiply_transposed(right[0], matrix[0], left[0])
@@ -393,7 +390,8 @@ class _LowRank:
     def _kept_apart(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for number, gradient in self.apart.items():
             residual = self.matrices[number]
-            if residual is not None and self.keep[self.plan.factorisations[number].members[0]]:
+            is_kept = self.keep[self.plan.factorisations[number].members[0]]
+            if is_kept and isinstance(residual, torch.Tensor):
                 yield residual, gradient
 
     def _settle(self, finite: Condition) -> None:
@@ -403,22 +401,21 @@ class _LowRank:
         following = self._following()
         for item, matrix in zip(self.plan.factorisations, self.matrices, strict=True):
             left, right = item.left(self.left), item.right(self.right)
-            if matrix is not None:
+            if isinstance(matrix, FusedMatrices):
+                matrix.settle(item.right(following), settled.share, settled.keep)
+            else:
                 values = [self.values[index] for index in item.members]
                 residuals = [self.memories[index].get("residual") for index in item.members]
                 settled.write(item, matrix, left, right, values, residuals)
                 for index in item.members:
                     self.memories[index].pop(AHEAD, None)
-            elif self.fused is not None:
-                ahead = item.right(following)
-                memories, share = self.memories, settled.share
-                self.fused.settle(item, self.values, memories, left, right, ahead, share, settled.keep)
             if self.terms.warm_start:
                 store_right(item, self.memories, right, settled.keep)
 
     def _following(self) -> torch.Tensor:
         """The right factors as the next step will begin with them; it makes them again from what is kept."""
-        if not self.terms.warm_start or all(matrix is not None for matrix in self.matrices):
+        is_needed = any(isinstance(matrix, FusedMatrices) for matrix in self.matrices)
+        if not self.terms.warm_start or not is_needed:
             return self.right
         following = self.borrow("following", self.right.numel()).copy_(self.right)
         classes, epsilon = self.plan.right_classes, self.terms.epsilon

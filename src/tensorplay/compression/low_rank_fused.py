@@ -7,7 +7,7 @@ another factor, the product is formed anew.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,170 +20,143 @@ from tensorplay.compression.low_rank_factors import held_right, multiply_transpo
 from tensorplay.compression.low_rank_plan import Factorisation, LowRankPlan
 from tensorplay.compression.memory import Tensors
 
-__all__ = ["AHEAD", "Fused", "agreement_code", "fused_for"]
+__all__ = ["AHEAD", "FusedMatrices", "agreement_code", "fits", "fused_loops"]
 
 LOOPS = "tensorplay.compression.low_rank_loops"
 AHEAD = "ahead"
 
 
-def fused_for(factor: torch.Tensor, branch_free: bool) -> "Fused | None":
-    """What runs exchanges whose factors are like `factor`; None where PyTorch's operations do."""
-    loops = None if branch_free else loops_for(factor, LOOPS)
-    return None if loops is None else Fused(loops)
+def fused_loops(factor: torch.Tensor) -> Any:
+    """The module of loops for exchanges whose factors are like `factor`; None where PyTorch's operations are used."""
+    return loops_for(factor, LOOPS)
 
 
-def agreement_code(plan: LowRankPlan, fused: "Fused | None") -> int:
-    """0, or a number that ranks must have in common: not 0 where this rank's results could have bits of their own.
+def fits(
+    loops: Any, item: Factorisation, values: Sequence[torch.Tensor], memories: Sequence[Tensors]
+) -> bool:
+    """Whether all members (of all slices' `values` and `memories`) are whole rows of float32 with a residual, and there
+    are loops for the rank."""
+    if loops is None or item.rank not in loops.SETTLE or not item.rows_each:
+        return False
+    return all(
+        values[index].dtype == torch.float32 and "residual" in memories[index] for index in item.members
+    )
 
-    They do where the loops and torch.mm add up in different orders, which they are not known to.
+
+def agreement_code(loops: Any, plan: LowRankPlan) -> int:
+    """0, or a number that ranks must have in common: not 0 where this rank's results may have bits of their own.
+
+    That is where the loops add up P Q^T in another order than torch.mm, which the other ranks may be using.
     """
-    if fused is None:
+    if loops is None:
         return 0
-    ranks = sorted({item.rank for item in plan.factorisations if item.rank in fused.loops.SETTLE})
-    return sum(1 << rank for rank in ranks if not _is_torchs(rank))
+    ranks = {item.rank for item in plan.factorisations if item.rank in loops.SETTLE}
+    return sum(1 << rank for rank in ranks if not _settles_as_torch(loops, rank))
 
 
 @functools.cache
-def _is_torchs(rank: int) -> bool:
-    """Whether this machine's loops write P Q^T to the bit as torch.mm does."""
-    fused = fused_for(torch.empty(0), branch_free=False)
-    if fused is None:
-        return True
+def _settles_as_torch(loops: Any, rank: int) -> bool:
     generator = torch.Generator().manual_seed(rank)
     left, right = (torch.randn(rank, length, generator=generator) for length in (67, 203))
-    mean, rest, ahead = torch.zeros(67, 203), torch.zeros(67, 203), torch.zeros(rank, 67)
-    fused.loops.SETTLE[rank](
-        *(t.numpy() for t in (mean, rest, left, right)), 1.0, right.numpy(), ahead.numpy()
-    )
+    mean, residual, ahead = torch.zeros(67, 203), torch.zeros(67, 203), torch.zeros(rank, 67)
+    arrays = [t.numpy() for t in (mean, residual, left, right, ahead)]
+    loops.SETTLE[rank](*arrays[:4], numpy.float32(1.0), arrays[3], arrays[4])
     return torch.equal(mean, torch.mm(left.t(), right))
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A member's gradient as whole rows of a factorisation's matrix `at`."""
+class _Member:
+    """A member: its gradient and residual (rows, columns), and its part of the factors of matrix `at`."""
 
     index: int
     at: int
-    rows: slice
-    gradient: torch.Tensor
-    residual: torch.Tensor
+    gradient: Any
+    residual: Any
+    left: Any
+    right: Any
 
 
-@dataclass(frozen=True)
-class Fused:
-    """The loops and how members are handed to them. A factorisation is done by the same methods from end to end.
+class FusedMatrices:
+    """The matrices of one factorisation, in an exchange that goes through the loops from end to end.
 
-    Shapes: left (batch, rank, rows), right and following (batch, rank, columns); values and residuals of members (n,).
+    Args:
+        values, memories: of all slices of the bucket. left: (batch, rank, rows), right: (batch, rank, columns): the
+            factors' memory, read and written by every method.
     """
 
-    loops: Any
-
-    def fits(self, item: Factorisation, values: Sequence[torch.Tensor], memories: Sequence[Tensors]) -> bool:
-        """Whether every member is whole rows of float32 with a residual, and there are loops for the rank."""
-        return (
-            item.rank in self.loops.SETTLE
-            and item.rows_each > 0
-            and all(
-                values[index].dtype == torch.float32 and "residual" in memories[index]
-                for index in item.members
-            )
-        )
-
-    def project(
+    def __init__(
         self,
+        loops: Any,
         item: Factorisation,
         values: Sequence[torch.Tensor],
         memories: Sequence[Tensors],
-        left: torch.Tensor,
-        right: torch.Tensor,
-        is_own: bool,
+        factors: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """left = (g + e) right^T.
+        self.loops, self.item, self.memories = loops, item, memories
+        self.left, self.right = factors
+        lefts, rights = self.left.numpy(), self.right.numpy()
+        shape = (item.rows_each, item.columns)
+        self.members = []
+        for number, index in enumerate(item.members):
+            at = 0 if item.is_shared else number
+            first = number * item.rows_each if item.is_shared else 0
+            gradient = values[index].view(shape).numpy()
+            residual = memories[index]["residual"].view(shape).numpy()
+            left = lefts[at][:, first : first + item.rows_each]
+            self.members.append(_Member(index, at, gradient, residual, left, rights[at]))
 
-        Args:
-            values, memories: of all slices. is_own: `right` comes from the memories, not from another rank or a draw.
-        """
-        loop = self.loops.PROJECT[item.rank]
-        for part in _parts(item, values, memories):
-            out, factor, memory = left[part.at][:, part.rows], right[part.at], memories[part.index]
-            loop(part.gradient.numpy(), factor.numpy(), out.numpy())
-            ahead = _ahead(item, memories, part, out) if is_own else None
+    def project(self, is_own: bool) -> None:
+        """left = (g + e) right^T. `is_own`: right is what the memories hold, not another rank's or a draw."""
+        loop = self.loops.PROJECT[self.item.rank]
+        for member in self.members:
+            loop(member.gradient, member.right, member.left)
+            ahead = self._ahead(member) if is_own else None
             if ahead is not None:
-                out.add_(ahead)
+                numpy.add(member.left, ahead.numpy(), out=member.left)
             else:
-                memory.pop(AHEAD, None)
-                multiply_transposed(factor, part.residual, out, add=True)
+                self.memories[member.index].pop(AHEAD, None)
+                out, residual = torch.from_numpy(member.left), torch.from_numpy(member.residual)
+                multiply_transposed(self.right[member.at], residual, out, add=True)
 
-    def back(
-        self,
-        item: Factorisation,
-        values: Sequence[torch.Tensor],
-        memories: Sequence[Tensors],
-        left: torch.Tensor,
-        right: torch.Tensor,
-    ) -> None:
+    def back(self) -> None:
         """right = left (g + e)."""
-        right.zero_()
-        loop = self.loops.BACK[item.rank]
-        for part in _parts(item, values, memories):
-            rows = left[part.at][:, part.rows].numpy()
-            loop(part.gradient.numpy(), part.residual.numpy(), rows, right[part.at].numpy())
+        self.right.zero_()
+        loop = self.loops.BACK[self.item.rank]
+        for member in self.members:
+            loop(member.gradient, member.residual, member.left, member.right)
 
-    def settle(
-        self,
-        item: Factorisation,
-        values: Sequence[torch.Tensor],
-        memories: Sequence[Tensors],
-        left: torch.Tensor,
-        right: torch.Tensor,
-        following: torch.Tensor,
-        share: float,
-        keep: dict[int, Condition],
-    ) -> None:
-        """g = left^T right;  e = g + e - share left^T right;  ahead = e following^T. Zero where `keep` is False."""
-        loop = self.loops.SETTLE[item.rank]
-        for part in _parts(item, values, memories):
-            memory = memories[part.index]
-            if not keep[part.index]:
-                part.gradient.zero_()
-                if item.is_shared:  # its factor moves on with the others
+    def settle(self, following: torch.Tensor, share: float, keep: Mapping[int, Condition]) -> None:
+        """g = left^T right;  e = g + e - share left^T right;  ahead = e following^T;  where `keep` is False: g = 0."""
+        loop = self.loops.SETTLE[self.item.rank]
+        factors, part = following.numpy(), numpy.float32(share)
+        for member in self.members:
+            memory = self.memories[member.index]
+            if not keep[member.index]:
+                member.gradient.fill(0.0)
+                if self.item.is_shared:  # its factor moves on with the others
                     memory.pop(AHEAD, None)
                 continue
-            rows = left[part.at][:, part.rows]
             ahead = memory.get(AHEAD)
-            if ahead is None or not _is_like(ahead, rows):
-                ahead = memory[AHEAD] = torch.empty(rows.shape)
-            tensors = (part.gradient, part.residual, rows, right[part.at], following[part.at], ahead)
-            arrays = [t.numpy() for t in tensors]
-            loop(*arrays[:4], numpy.float32(share), *arrays[4:])
+            if ahead is None or not _is_like(ahead, member):
+                ahead = memory[AHEAD] = torch.empty(member.left.shape)
+            gradient, residual, left, right = member.gradient, member.residual, member.left, member.right
+            loop(gradient, residual, left, right, part, factors[member.at], ahead.numpy())
+
+    def _ahead(self, member: _Member) -> torch.Tensor | None:
+        """The kept product, if it was made for the factor in use: the one the members share, or the member's own."""
+        memory, item = self.memories[member.index], self.item
+        ahead, own = memory.get(AHEAD), memory.get("q")
+        if ahead is None or own is None or not _is_like(ahead, member):
+            return None
+        sources = item.members if item.is_shared else (member.index,)
+        held = held_right(self.memories, sources, (item.rank, item.columns))
+        return ahead if held is not None and (own is held or torch.equal(own, held)) else None
 
 
-def _parts(
-    item: Factorisation, values: Sequence[torch.Tensor], memories: Sequence[Tensors]
-) -> Iterator[_Part]:
-    shape = (item.rows_each, item.columns)
-    for number, index in enumerate(item.members):
-        first = number * item.rows_each if item.is_shared else 0
-        yield _Part(
-            index,
-            0 if item.is_shared else number,
-            slice(first, first + item.rows_each),
-            values[index].view(shape),
-            memories[index]["residual"].view(shape),
-        )
-
-
-def _is_like(ahead: torch.Tensor, out: torch.Tensor) -> bool:
-    return ahead.shape == out.shape and ahead.dtype == out.dtype and ahead.device == out.device
-
-
-def _ahead(
-    item: Factorisation, memories: Sequence[Tensors], part: _Part, out: torch.Tensor
-) -> torch.Tensor | None:
-    """The kept product, if it was made for the factor in use: the one that the members share, or the member's own."""
-    memory = memories[part.index]
-    ahead, own = memory.get(AHEAD), memory.get("q")
-    if ahead is None or own is None or not _is_like(ahead, out):
-        return None
-    held = held_right(memories, item.members if item.is_shared else (part.index,), (item.rank, item.columns))
-    return ahead if held is not None and (own is held or torch.equal(own, held)) else None
+def _is_like(ahead: torch.Tensor, member: _Member) -> bool:
+    return (
+        tuple(ahead.shape) == member.left.shape
+        and ahead.dtype == torch.float32
+        and ahead.device.type == "cpu"
+        and ahead.is_contiguous()
+    )

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorplay.cli.lab import Lab, available
+from tensorplay.compression.compiled import KERNELS, is_compiled
 
 HOOKS = "noop plain torch:1 ours:1 torch:4 ours:4 batched:4 same_shape:4 bucket:4"
 WARM_UP_STEPS = 5  # two of plain averaging, then what is allocated once
@@ -174,6 +175,7 @@ def main() -> None:
             "python": platform.python_version(),
             "cores": os.cpu_count(),
             "machine": platform.machine(),
+            "loops": KERNELS if is_compiled() else "none",
         }
         arguments.out.write_text(json.dumps({"about": about, "results": results}, indent=1))
 

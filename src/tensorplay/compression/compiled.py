@@ -53,16 +53,18 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def jit(function: Any = None, *, fastmath: Any = False) -> Any:
+def jit(function: Any = None, *, fastmath: Any = False, inline: str = "never") -> Any:
     """`numba.njit` as all loops here use it: without Python's lock, IEEE division, and kept on disk.
 
     Args:
         fastmath: rules of arithmetic that a loop may bend. Nothing whose result ranks compare may bend any.
+        inline: "always" for a function that takes an array and where in it to begin: only where the caller computes
+            that does the compiler know that it isn't negative, and makes vector instructions of the loop.
     """
     if function is None:
-        return functools.partial(jit, fastmath=fastmath)
+        return functools.partial(jit, fastmath=fastmath, inline=inline)
     numba = importlib.import_module(KERNELS)
-    settings = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
+    settings = {"nogil": True, "error_model": "numpy", "fastmath": fastmath, "inline": inline}
     try:
         return numba.njit(cache=True, **settings)(function)
     except RuntimeError:  # no folder to keep it in

@@ -1,7 +1,7 @@
 """The arithmetic of codecs with one scale a group, as loops that Numba compiles. Import it through `compiled`.
 
-Every function goes through its groups once: it adds what was left over, measures the group, makes its codes, and
-subtracts what they stand for, while the group lies in the first-level cache. Arithmetic is that of the codecs' PyTorch
+Every function goes through its groups once, by way of a row that stays in the first-level cache: it adds what was left
+over, measures the group, makes its codes, and subtracts what they stand for. Arithmetic is that of the codecs' PyTorch
 operations, operation by operation and in float32, so payloads are equal bit by bit; only the sum of magnitudes may be
 added up in another order.
 
@@ -25,8 +25,10 @@ from tensorplay.compression.compiled import jit
 __all__ = [
     "affine_decode",
     "affine_encode",
-    "integers_decode",
-    "integers_encode",
+    "bytes_decode",
+    "bytes_encode",
+    "fours_decode",
+    "fours_encode",
     "lloyd_max_decode",
     "lloyd_max_encode",
     "signs_decode",
@@ -35,25 +37,19 @@ __all__ = [
 
 #: What is multiplied and added is rounded once, as in torch.addcmul: without it the last bit would be another.
 _FUSED = {"contract"}
-_FLOAT, _BYTE, _BITS = numpy.float32, numpy.uint8, numpy.int32
+_FLOAT, _BYTE, _BITS, _WORD, _EIGHT = numpy.float32, numpy.uint8, numpy.int32, numpy.uint32, numpy.uint64
 _ONE, _ZERO = _FLOAT(1.0), _FLOAT(0.0)
 _INNER, _OUTER = _FLOAT(3.0), _FLOAT(10.0)
+_ONE_BITS, _OUTER_BITS, _SIGN = _WORD(0x3F800000), _WORD(0x41200000), _WORD(0x80000000)
+_OUTER_OR_INNER = _WORD(0x41200000 ^ 0x40400000)  # turns the bits of 10 into those of 3
+#: Eight bytes of 0 or 1, read as one number and multiplied by this: its highest byte has the first of them in its
+#: highest bit, the last in its lowest. Its bits are 63, 54, 45, …, so that no two products meet.
+_GATHER, _TOP = _EIGHT(0x8040201008040201), _EIGHT(56)
 _NOT_SIGN = _BITS(0x7FFFFFFF)
 _INFINITY_BITS = _BITS(0x7F800000)
 _NAN_BITS = _BITS(0x7FC00000)
 _SHARE = _FLOAT(1.0 / 255.0)
-_TILE = 4096
-"""Values that one loop packs: they fit a first-level cache."""
 _SMALLEST_SCALE_BITS = _BITS((127 - 120) << 23)  # of 2 ** -120
-
-
-@jit
-def _largest_bits(bits: Any) -> Any:
-    """The bits of the largest magnitude: as integers, bits of magnitudes are in their order, and NaN's the largest."""
-    largest = _BITS(0)
-    for i in range(bits.shape[0]):
-        largest = max(largest, bits[i] & _NOT_SIGN)
-    return largest
 
 
 @jit(fastmath={"reassoc"})
@@ -73,104 +69,134 @@ def _brief(bits: Any) -> Any:
     return _BITS((bits + _BITS(0x7FFF) + ((bits >> _BITS(16)) & _BITS(1))) & _BITS(-0x10000))
 
 
-@jit
-def _add(values: Any, addend: Any, out: Any) -> None:
-    for i in range(values.shape[0]):
-        out[i] = values[i] + addend[i]
+@jit(inline="always")
+def _store(
+    levels: Any, scale: Any, addend: Any, first: int, size: int, out: Any, accumulate: bool, add: bool
+) -> None:
+    """The group of `out` at `first` becomes scale * level, or (group + addend) + scale * level."""
+    if not accumulate:
+        for i in range(size):
+            out[first + i] = levels[i] * scale
+    elif add:
+        for i in range(size):
+            out[first + i] = (out[first + i] + addend[first + i]) + levels[i] * scale
+    else:
+        for i in range(size):
+            out[first + i] = out[first + i] + levels[i] * scale
+
+
+# The loops below are written out where a function called from two of them would read better: within a function, even
+# one put in its place by Numba, the compiler knows less of what it indexes, and takes up to twice as long.
 
 
 @jit(fastmath=_FUSED)
-def integers_encode(
-    values: Any,
-    addend: Any,
-    scales: Any,
-    codes: Any,
-    bits: int,
-    factor: Any,
-    brief: bool,
-    add: bool,
-    subtract: bool,
+def bytes_encode(
+    values: Any, addend: Any, scales: Any, codes: Any, factor: Any, brief: bool, add: bool, subtract: bool
 ) -> None:
-    """scale = factor * max |value|, no less than 2^-120;  code = round(value / scale).
+    """scale = factor * max |value|, no less than 2^-120;  code = round(value / scale), of 8 bits.
 
-    Four bits: byte j holds code_j + 8 in its lower half and code_{j + G/2} in its upper.
+    As integers, bits of magnitudes are in their order, and those of NaN are the largest.
     """
-    groups = scales.shape[0]
-    size = values.shape[0] // groups
-    half = size // 2
-    row_bytes = codes.shape[0] // groups
-    scale_bits = scales.view(_BITS)
-    signed = codes.view(numpy.int8)
-    spare = numpy.empty(size if add and not subtract else 0, _FLOAT)
-    for g in range(groups):
-        some = values[g * size : (g + 1) * size]
-        row = signed[g * row_bytes : (g + 1) * row_bytes]
+    size = values.shape[0] // scales.shape[0]
+    row = numpy.empty(size, _FLOAT)
+    row_bits, scale_bits, signed = row.view(_BITS), scales.view(_BITS), codes.view(numpy.int8)
+    for g in range(scales.shape[0]):
+        first = g * size
         if add:
-            total = some if subtract else spare
-            _add(some, addend[g * size : (g + 1) * size], total)
-            some = total
-        scale_bits[g] = _largest_bits(some.view(_BITS))
+            for i in range(size):
+                row[i] = values[first + i] + addend[first + i]
+        else:
+            for i in range(size):
+                row[i] = values[first + i]
+        largest = _BITS(0)
+        for i in range(size):
+            largest = max(largest, row_bits[i] & _NOT_SIGN)
+        scale_bits[g] = largest
         scales[g] = scales[g] * factor
         scale_bits[g] = max(scale_bits[g], _SMALLEST_SCALE_BITS)
         if brief:
             scale_bits[g] = _brief(scale_bits[g])
         if scale_bits[g] >= _INFINITY_BITS:
-            row[:] = 0
+            codes[first : first + size] = 0
             continue
         scale = scales[g]
         inverse = _ONE / scale
-        if bits == 8:
-            if subtract:
-                for i in range(size):
-                    level = numpy.rint(some[i] * inverse)
-                    row[i] = numpy.int8(_BITS(level))
-                    some[i] = some[i] - level * scale
-            else:
-                for i in range(size):
-                    row[i] = numpy.int8(_BITS(numpy.rint(some[i] * inverse)))
+        if subtract:
+            for i in range(size):
+                level = numpy.rint(row[i] * inverse)
+                signed[first + i] = numpy.int8(_BITS(level))
+                values[first + i] = row[i] - level * scale
         else:
-            for i in range(half):
-                low = numpy.rint(some[i] * inverse)
-                high = numpy.rint(some[i + half] * inverse)
-                row[i] = numpy.int8(_BITS(low) + (_BITS(high) << _BITS(4)) + _BITS(8))
-            if subtract:
-                for i in range(size):
-                    some[i] = some[i] - numpy.rint(some[i] * inverse) * scale
+            for i in range(size):
+                signed[first + i] = numpy.int8(_BITS(numpy.rint(row[i] * inverse)))
 
 
 @jit(fastmath=_FUSED)
-def integers_decode(
-    codes: Any, scales: Any, out: Any, addend: Any, bits: int, accumulate: bool, add: bool
-) -> None:
+def bytes_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate: bool, add: bool) -> None:
     """out = scale * code, or, if `accumulate`, out += scale * code."""
-    groups = scales.shape[0]
-    size = out.shape[0] // groups
-    half = size // 2
-    row_bytes = codes.shape[0] // groups
+    size = out.shape[0] // scales.shape[0]
+    levels = numpy.empty(size, _FLOAT)
     signed = codes.view(numpy.int8)
-    for g in range(groups):
-        some = out[g * size : (g + 1) * size]
-        row = signed[g * row_bytes : (g + 1) * row_bytes]
-        scale = scales[g]
+    for g in range(scales.shape[0]):
+        first = g * size
+        for i in range(size):
+            levels[i] = _FLOAT(signed[first + i])
+        _store(levels, scales[g], addend, first, size, out, accumulate, add)
+
+
+@jit(fastmath=_FUSED)
+def fours_encode(
+    values: Any, addend: Any, scales: Any, codes: Any, factor: Any, brief: bool, add: bool, subtract: bool
+) -> None:
+    """As `bytes_encode` with 4 bits: byte j holds code_j + 8 in its lower half and code_{j + G/2} in its upper."""
+    size = values.shape[0] // scales.shape[0]
+    half = size // 2
+    row = numpy.empty(size, _FLOAT)
+    row_bits, scale_bits, signed = row.view(_BITS), scales.view(_BITS), codes.view(numpy.int8)
+    for g in range(scales.shape[0]):
+        first, at = g * size, g * half
         if add:
-            _add(some, addend[g * size : (g + 1) * size], some)
-        if bits == 8:
-            if accumulate:
-                for i in range(size):
-                    some[i] = some[i] + _FLOAT(row[i]) * scale
-            else:
-                for i in range(size):
-                    some[i] = _FLOAT(row[i]) * scale
-        elif accumulate:
-            for i in range(half):
-                some[i] = some[i] + _FLOAT((_BITS(row[i]) & _BITS(15)) - _BITS(8)) * scale
-            for i in range(half):
-                some[i + half] = some[i + half] + _FLOAT(row[i] >> numpy.int8(4)) * scale
+            for i in range(size):
+                row[i] = values[first + i] + addend[first + i]
         else:
-            for i in range(half):
-                some[i] = _FLOAT((_BITS(row[i]) & _BITS(15)) - _BITS(8)) * scale
-            for i in range(half):
-                some[i + half] = _FLOAT(row[i] >> numpy.int8(4)) * scale
+            for i in range(size):
+                row[i] = values[first + i]
+        largest = _BITS(0)
+        for i in range(size):
+            largest = max(largest, row_bits[i] & _NOT_SIGN)
+        scale_bits[g] = largest
+        scales[g] = scales[g] * factor
+        scale_bits[g] = max(scale_bits[g], _SMALLEST_SCALE_BITS)
+        if brief:
+            scale_bits[g] = _brief(scale_bits[g])
+        if scale_bits[g] >= _INFINITY_BITS:
+            codes[at : at + half] = 0
+            continue
+        scale = scales[g]
+        inverse = _ONE / scale
+        for i in range(half):
+            low = _BITS(numpy.rint(row[i] * inverse))
+            high = _BITS(numpy.rint(row[half + i] * inverse))
+            signed[at + i] = numpy.int8(low + (high << _BITS(4)) + _BITS(8))
+        if subtract:
+            for i in range(size):
+                values[first + i] = row[i] - numpy.rint(row[i] * inverse) * scale
+
+
+@jit(fastmath=_FUSED)
+def fours_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate: bool, add: bool) -> None:
+    """As `bytes_decode` with 4 bits."""
+    size = out.shape[0] // scales.shape[0]
+    half = size // 2
+    levels = numpy.empty(size, _FLOAT)
+    signed = codes.view(numpy.int8)
+    for g in range(scales.shape[0]):
+        at = g * half
+        for i in range(half):
+            levels[i] = _FLOAT((_BITS(signed[at + i]) & _BITS(15)) - _BITS(8))
+        for i in range(half):
+            levels[half + i] = _FLOAT(_BITS(signed[at + i]) >> _BITS(4))
+        _store(levels, scales[g], addend, g * size, size, out, accumulate, add)
 
 
 @jit
@@ -183,90 +209,48 @@ def _mean_scale(values: Any, scales: Any, g: int, factor: Any, brief: bool) -> b
     return bool((scale_bits[g] & _NOT_SIGN) < _INFINITY_BITS)
 
 
-@jit
-def _pack_negative(values: Any, row: Any) -> None:
-    """Which values are below 0, eight a byte, the first in the highest bit. Written out: a loop is slower by half."""
-    for j in range(row.shape[0]):
-        i = 8 * j
-        row[j] = (
-            (_BYTE(values[i] < _ZERO) << _BYTE(7))
-            | (_BYTE(values[i + 1] < _ZERO) << _BYTE(6))
-            | (_BYTE(values[i + 2] < _ZERO) << _BYTE(5))
-            | (_BYTE(values[i + 3] < _ZERO) << _BYTE(4))
-            | (_BYTE(values[i + 4] < _ZERO) << _BYTE(3))
-            | (_BYTE(values[i + 5] < _ZERO) << _BYTE(2))
-            | (_BYTE(values[i + 6] < _ZERO) << _BYTE(1))
-            | _BYTE(values[i + 7] < _ZERO)
-        )
-
-
-@jit
-def _pack_inner(values: Any, inverse: Any, row: Any) -> None:
-    """Which |value| * inverse are below 1."""
-    for j in range(row.shape[0]):
-        i = 8 * j
-        row[j] = (
-            (_BYTE(abs(values[i]) * inverse < _ONE) << _BYTE(7))
-            | (_BYTE(abs(values[i + 1]) * inverse < _ONE) << _BYTE(6))
-            | (_BYTE(abs(values[i + 2]) * inverse < _ONE) << _BYTE(5))
-            | (_BYTE(abs(values[i + 3]) * inverse < _ONE) << _BYTE(4))
-            | (_BYTE(abs(values[i + 4]) * inverse < _ONE) << _BYTE(3))
-            | (_BYTE(abs(values[i + 5]) * inverse < _ONE) << _BYTE(2))
-            | (_BYTE(abs(values[i + 6]) * inverse < _ONE) << _BYTE(1))
-            | _BYTE(abs(values[i + 7]) * inverse < _ONE)
-        )
-
-
 @jit(fastmath=_FUSED)
 def signs_encode(
     values: Any, addend: Any, scales: Any, codes: Any, factor: Any, brief: bool, add: bool, subtract: bool
 ) -> None:
-    """scale = factor * sum |value|;  code = value < 0. Many groups are packed by one loop, since rows are short."""
-    groups = scales.shape[0]
-    size = values.shape[0] // groups
+    """scale = factor * sum |value|;  code = value < 0, eight a byte, the first in the highest bit."""
+    size = values.shape[0] // scales.shape[0]
     row_bytes = size // 8
-    tile = max(1, _TILE // size)
-    spare = numpy.empty(tile * size if add and not subtract else 0, _FLOAT)
-    for first in range(0, groups, tile):
-        last = min(first + tile, groups)
-        many = values[first * size : last * size]
+    row, bits = numpy.empty(size, _FLOAT), numpy.empty(size, _BYTE)
+    eights = bits.view(_EIGHT)
+    for g in range(scales.shape[0]):
+        first, at = g * size, g * row_bytes
         if add:
-            total = many if subtract else spare[: many.shape[0]]
-            _add(many, addend[first * size : last * size], total)
-            many = total
-        for g in range(first, last):
-            _mean_scale(many[(g - first) * size : (g - first + 1) * size], scales, g, factor, brief)
-        _pack_negative(many, codes[first * row_bytes : last * row_bytes])
+            for i in range(size):
+                row[i] = values[first + i] + addend[first + i]
+        else:
+            for i in range(size):
+                row[i] = values[first + i]
+        _mean_scale(row, scales, g, factor, brief)
+        for i in range(size):
+            bits[i] = row[i] < _ZERO
+        for j in range(row_bytes):
+            codes[at + j] = _BYTE((eights[j] * _GATHER) >> _TOP)
         if subtract:
-            for g in range(first, last):
-                some = many[(g - first) * size : (g - first + 1) * size]
-                scale = scales[g]
-                for i in range(size):
-                    some[i] = some[i] - (-scale if some[i] < _ZERO else scale)
+            scale = scales[g]
+            for i in range(size):
+                values[first + i] = row[i] - (-scale if row[i] < _ZERO else scale)
 
 
 @jit(fastmath=_FUSED)
 def signs_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate: bool, add: bool) -> None:
     """out = -scale where the code is 1, else scale; or, if `accumulate`, that is added to out."""
-    groups = scales.shape[0]
-    size = out.shape[0] // groups
+    size = out.shape[0] // scales.shape[0]
     row_bytes = size // 8
-    for g in range(groups):
-        some = out[g * size : (g + 1) * size]
-        row = codes[g * row_bytes : (g + 1) * row_bytes]
-        scale = scales[g]
-        if add:
-            _add(some, addend[g * size : (g + 1) * size], some)
-        if accumulate:
-            for j in range(row_bytes):
-                for k in range(8):
-                    bit = (row[j] >> _BYTE(7 - k)) & _BYTE(1)
-                    some[8 * j + k] = some[8 * j + k] + (-scale if bit else scale)
-        else:
-            for j in range(row_bytes):
-                for k in range(8):
-                    bit = (row[j] >> _BYTE(7 - k)) & _BYTE(1)
-                    some[8 * j + k] = -scale if bit else scale
+    levels = numpy.empty(size, _FLOAT)
+    level_bits = levels.view(_WORD)
+    for g in range(scales.shape[0]):
+        at = g * row_bytes
+        for j in range(row_bytes):
+            byte = _WORD(codes[at + j])
+            for k in range(8):
+                level_bits[8 * j + k] = _ONE_BITS | ((byte << _WORD(24 + k)) & _SIGN)
+        _store(levels, scales[g], addend, g * size, size, out, accumulate, add)
 
 
 @jit(fastmath=_FUSED)
@@ -282,55 +266,58 @@ def lloyd_max_encode(
     subtract: bool,
 ) -> None:
     """scale = factor * sum |value|;  codes: value < 0, then |value| * (border / scale) < 1: levels 3, else 10."""
-    groups = scales.shape[0]
-    size = values.shape[0] // groups
+    size = values.shape[0] // scales.shape[0]
     plane = size // 8
     scale_bits = scales.view(_BITS)
     largest = numpy.empty(1, _FLOAT)
-    spare = numpy.empty(size if add and not subtract else 0, _FLOAT)
-    for g in range(groups):
-        some = values[g * size : (g + 1) * size]
-        row = codes[g * 2 * plane : (g + 1) * 2 * plane]
+    largest_bits = largest.view(_BITS)
+    row, bits = numpy.empty(size, _FLOAT), numpy.empty(size, _BYTE)
+    eights = bits.view(_EIGHT)
+    for g in range(scales.shape[0]):
+        first, at, middle = g * size, g * 2 * plane, g * 2 * plane + plane
         if add:
-            total = some if subtract else spare
-            _add(some, addend[g * size : (g + 1) * size], total)
-            some = total
-        if not _mean_scale(some, scales, g, factor, brief):
-            row[:] = 0
+            for i in range(size):
+                row[i] = values[first + i] + addend[first + i]
+        else:
+            for i in range(size):
+                row[i] = values[first + i]
+        if not _mean_scale(row, scales, g, factor, brief):
+            codes[at : at + 2 * plane] = 0
             continue
-        largest.view(_BITS)[0] = max(scale_bits[g], _SMALLEST_SCALE_BITS)
+        largest_bits[0] = max(scale_bits[g], _SMALLEST_SCALE_BITS)
         inverse = (_ONE / largest[0]) * border
-        _pack_negative(some, row[:plane])
-        _pack_inner(some, inverse, row[plane:])
+        for i in range(size):
+            bits[i] = row[i] < _ZERO
+        for j in range(plane):
+            codes[at + j] = _BYTE((eights[j] * _GATHER) >> _TOP)
+        for i in range(size):
+            bits[i] = abs(row[i]) * inverse < _ONE
+        for j in range(plane):
+            codes[middle + j] = _BYTE((eights[j] * _GATHER) >> _TOP)
         if subtract:
             scale = scales[g]
             for i in range(size):
-                level = _INNER if abs(some[i]) * inverse < _ONE else _OUTER
-                some[i] = some[i] - (-level if some[i] < _ZERO else level) * scale
+                level = _INNER if abs(row[i]) * inverse < _ONE else _OUTER
+                values[first + i] = row[i] - (-level if row[i] < _ZERO else level) * scale
 
 
 @jit(fastmath=_FUSED)
 def lloyd_max_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate: bool, add: bool) -> None:
     """out = sign * level * scale, the level 3 or 10; or, if `accumulate`, that is added to out."""
-    groups = scales.shape[0]
-    size = out.shape[0] // groups
+    size = out.shape[0] // scales.shape[0]
     plane = size // 8
-    for g in range(groups):
-        some = out[g * size : (g + 1) * size]
-        negative = codes[g * 2 * plane : g * 2 * plane + plane]
-        inside = codes[g * 2 * plane + plane : (g + 1) * 2 * plane]
-        scale = scales[g]
-        if add:
-            _add(some, addend[g * size : (g + 1) * size], some)
+    levels = numpy.empty(size, _FLOAT)
+    level_bits = levels.view(_WORD)
+    for g in range(scales.shape[0]):
+        at, middle = g * 2 * plane, g * 2 * plane + plane
         for j in range(plane):
+            negative, inside = _WORD(codes[at + j]), _WORD(codes[middle + j])
             for k in range(8):
-                inner = (_BITS(inside[j]) >> _BITS(7 - k)) & _BITS(1)
-                sign = _BITS(1) - ((_BITS(negative[j]) >> _BITS(7 - k)) & _BITS(1)) * _BITS(2)
-                level = _FLOAT((_BITS(10) - _BITS(7) * inner) * sign)
-                if accumulate:
-                    some[8 * j + k] = some[8 * j + k] + level * scale
-                else:
-                    some[8 * j + k] = level * scale
+                inner = (inside >> _WORD(7 - k)) & _WORD(1)
+                level_bits[8 * j + k] = (_OUTER_BITS ^ (inner * _OUTER_OR_INNER)) | (
+                    (negative << _WORD(24 + k)) & _SIGN
+                )
+        _store(levels, scales[g], addend, g * size, size, out, accumulate, add)
 
 
 @jit

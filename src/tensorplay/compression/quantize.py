@@ -109,12 +109,12 @@ class SymmetricInteger(GroupScaled):
     def _encode_in_loops(self, loops: Any, arrays: Arrays, subtract: bool) -> bool:
         if self.rounding == "stochastic":
             return False
-        loops.integers_encode(
+        encode = loops.bytes_encode if self.bits == 8 else loops.fours_encode
+        encode(
             arrays.values,
             arrays.addend,
             arrays.scales,
             arrays.codes,
-            self.bits,
             numpy.float32(1.0 / self.top),
             arrays.brief,
             arrays.adds,
@@ -123,9 +123,8 @@ class SymmetricInteger(GroupScaled):
         return True
 
     def _decode_in_loops(self, loops: Any, arrays: Arrays, accumulate: bool) -> bool:
-        loops.integers_decode(
-            arrays.codes, arrays.scales, arrays.values, arrays.addend, self.bits, accumulate, arrays.adds
-        )
+        decode = loops.bytes_decode if self.bits == 8 else loops.fours_decode
+        decode(arrays.codes, arrays.scales, arrays.values, arrays.addend, accumulate, arrays.adds)
         return True
 
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:

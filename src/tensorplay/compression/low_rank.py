@@ -125,13 +125,12 @@ class _LowRank:
     """One exchange of one bucket. Its rounds:
 
     1. At the first step, compare step, seed and plan with the other ranks; on a device this waits for the answer.
-    What follows is for PyTorch's operations; where compiled loops are used, g + e is not formed in 2 and 3, and the
-    residual isn't touched before 4.
-
     2. Right factors from memory, orthonormal. Left factors, their flags and what travels uncompressed: all-reduce.
        Where a float32 gradient lies in the bucket as a matrix, g Q and e Q are summed and M = g + e is not made yet.
     3. If all was finite, M is made, in the residual's memory. Left factors orthonormal. Right factors: all-reduce.
     4. Residuals, right factors and result are written, if all was finite; otherwise only the result: NaN.
+
+    Compiled loops (`FusedMatrices`) never make M: they touch the residual in 4 alone.
     """
 
     def __init__(

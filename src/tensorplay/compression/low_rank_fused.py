@@ -24,6 +24,7 @@ __all__ = ["AHEAD", "FusedMatrices", "agreement_code", "fits", "fused_loops"]
 
 LOOPS = "tensorplay.compression.low_rank_loops"
 AHEAD = "ahead"
+"""The kind under which a parameter's memory holds its residual's product with the next right factor."""
 
 
 def fused_loops(factor: torch.Tensor) -> Any:

@@ -183,33 +183,6 @@ def test_encode_residual_leaves_what_was_not_sent(spec: str) -> None:
     assert torch.equal(left, values)
 
 
-@every_codec
-def test_settle_leaves_what_encode_sum_did_not_send(spec: str) -> None:
-    codec, context = make_codec(spec), Context(seed=3, rank=1)
-    values, residual = normal(codec.padded(140_000)), normal(codec.padded(140_000), 1)
-    before = values.clone(), residual.clone()
-    payload = torch.full((codec.wire_bytes(len(values)),), 9, dtype=torch.uint8)
-    could = codec.encode_sum(values, residual, payload, context)
-    assert torch.equal(values, before[0])
-    assert torch.equal(residual, before[1])
-    expected, left = torch.empty_like(payload), values.clone()
-    codec.encode_residual(left, expected, context, residual)
-    if could:
-        assert torch.equal(payload, expected)
-    else:
-        assert bool((payload == 9).all())
-    codec.settle(expected, values, residual, context)
-    assert torch.equal(residual, left)
-    assert torch.equal(values, before[0])
-
-
-def test_codecs_with_loops_need_no_room_for_sums() -> None:
-    for name in ("int2", "int4", "int8", "sign"):
-        codec = make_codec(name)
-        payload = torch.empty(codec.wire_bytes(1024), dtype=torch.uint8)
-        assert codec.encode_sum(normal(1024), normal(1024, 1), payload, Context()), name
-
-
 @pytest.mark.parametrize("spec", [spec for spec in VARIANTS if isinstance(make_codec(spec), GroupScaled)])
 def test_encode_residual_of_a_sum(spec: str) -> None:
     codec, context = make_codec(spec), Context(seed=3, rank=1)

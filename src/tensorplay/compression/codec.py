@@ -36,8 +36,8 @@ class Codec(ABC):
     Shapes: values (n,) float32, contiguous, n a multiple of `group_size`; payload (wire_bytes(n),) uint8, its memory
     aligned to 16 bytes.
 
-    A subclass writes `wire_bytes`, `encode`, `decode`, and `is_finite`; `decode_add`, `decode_scaled`,
-    `encode_residual`, and `encode_sum` with `settle`, when they can be done faster.
+    A subclass writes `wire_bytes`, `encode`, `decode`, and `is_finite`; `decode_add`, `decode_scaled` and
+    `encode_residual` when they can be done faster.
     Rules every codec keeps, each checked by the conformance suite:
 
     * zeros come back as zeros; `encode` doesn't change `values` (`encode_residual` does);
@@ -101,23 +101,6 @@ class Codec(ABC):
             values.add_(addend)
         self.encode(values, payload, context)
         self.decode_add(payload, values, -1.0, context)
-
-    def encode_sum(
-        self, values: torch.Tensor, addend: torch.Tensor, payload: torch.Tensor, context: Context
-    ) -> bool:
-        """Write the payload of `values` + `addend`, neither of which changes; False, and nothing done, if it can't.
-
-        Only for codecs that never store the sum: with `settle`, a third less goes through memory than with
-        `encode_residual` and a copy of what it leaves.
-        """
-        return False
-
-    def settle(
-        self, payload: torch.Tensor, values: torch.Tensor, residual: torch.Tensor, context: Context
-    ) -> None:
-        """residual += values - decode(payload): what `encode_sum(values, residual, payload, context)` did not send."""
-        residual.add_(values)
-        self.decode_add(payload, residual, -1.0, context)
 
     @abstractmethod
     def is_finite(self, payload: torch.Tensor, numel: int, context: Context) -> torch.Tensor:

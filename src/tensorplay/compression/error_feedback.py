@@ -7,7 +7,7 @@ What a codec loses at one step is added to the next, so nothing is lost over tim
 GradScaler skips leaves them as they were.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -22,16 +22,11 @@ __all__ = [
     "MeanPort",
     "OwnerErrorFeedback",
     "Port",
-    "Settle",
     "write_where",
 ]
 
 Condition = bool | torch.Tensor
 """Whether a step counts: known to the host, or a bool tensor on the device."""
-
-
-Settle = Callable[[torch.Tensor, torch.Tensor], None]
-"""settle(values, residual): residual += values - what was sent of their sum."""
 
 
 def write_where(condition: Condition, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -62,11 +57,8 @@ class Port:
     def park(self, block: Block, left: torch.Tensor, scratch: Scratch) -> None:
         """Keep what was not sent of a block until it is known whether the step counts."""
 
-    def leave(self, block: Block, settle: Settle) -> None:
-        """Nothing is parked of a block in place: its values and its residual are as they were, until `settle`."""
-
     def settle(self, block: Block, keep: Sequence[Condition]) -> None:
-        """Make what was parked or left the residual of each slice i for which `keep[i]` is true."""
+        """Make what was parked the residual of each slice i for which `keep[i]` is true."""
 
 
 class GradientPort(Port):
@@ -112,7 +104,6 @@ class ErrorFeedback(Port):
     def __init__(self, port: GradientPort, residuals: Sequence[torch.Tensor | None]) -> None:
         self._port, self._residuals = port, residuals
         self._rooms: dict[int, torch.Tensor] = {}  # of blocks that could not be parked in place
-        self._left: dict[int, Settle] = {}
 
     def load(self, block: Block, out: torch.Tensor) -> None:
         if not block.compressed:
@@ -144,13 +135,7 @@ class ErrorFeedback(Port):
         room.copy_(left)
         self._rooms[id(block)] = room
 
-    def leave(self, block: Block, settle: Settle) -> None:
-        self._left[id(block)] = settle
-
     def settle(self, block: Block, keep: Sequence[Condition]) -> None:
-        if id(block) in self._left:
-            _settle_left(self, block, self._left[id(block)], keep)
-            return
         room = self._rooms.get(id(block))
         for s in block.segments:
             if room is None:
@@ -193,7 +178,6 @@ class OwnerErrorFeedback(Port):
 
     def __init__(self, port: MeanPort, residuals: Sequence[torch.Tensor | None]) -> None:
         self._port, self._residuals = port, residuals
-        self._left: dict[int, Settle] = {}
 
     def load(self, block: Block, out: torch.Tensor) -> None:
         self._port.load(block, out)
@@ -212,13 +196,7 @@ class OwnerErrorFeedback(Port):
         """In place of the mean, which has been read."""
         self._port.mean(block).copy_(left)
 
-    def leave(self, block: Block, settle: Settle) -> None:
-        self._left[id(block)] = settle
-
     def settle(self, block: Block, keep: Sequence[Condition]) -> None:
-        if id(block) in self._left:
-            _settle_left(self, block, self._left[id(block)], keep)
-            return
         left = self._port.mean(block)
         for s in block.segments:
             write_where(keep[s.index], left[s.at : s.at + s.length], self._residual(s))
@@ -227,13 +205,3 @@ class OwnerErrorFeedback(Port):
         residual = self._residuals[s.index]
         assert residual is not None
         return residual[s.owned_at : s.owned_at + s.length]
-
-
-def _settle_left(port: Port, block: Block, settle: Settle, keep: Sequence[Condition]) -> None:
-    """Settle a block that was left as it was; that is done on CPUs only, where conditions are known."""
-    spot = port.in_place(block)
-    assert spot is not None
-    values, residual = spot
-    assert residual is not None
-    if keep[block.segments[0].index]:
-        settle(values, residual)

@@ -141,10 +141,7 @@ class _Route:
         *,
         divides: bool,
     ) -> None:
-        """Write one payload; where the port remembers, park what was not sent, or leave it to be settled later.
-
-        In place where that can be.
-        """
+        """Write one payload; where the port remembers, park what was not sent. In place where that can be."""
         remembers = port.remembers and block.compressed
         spot = None if divides else port.in_place(block)
         if spot is None:
@@ -156,9 +153,6 @@ class _Route:
             values.mul_(1.0 / self.terms.divisor)
         if not remembers:
             codec.encode(values, payload, context)
-            return
-        if addend is not None and codec.encode_sum(values, addend, payload, context):
-            port.leave(block, partial(codec.settle, payload, context=context))
             return
         codec.encode_residual(values, payload, context, addend)
         if divides:

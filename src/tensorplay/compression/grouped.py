@@ -214,11 +214,7 @@ class GroupScaled(Codec):
         return False
 
     def _decode_in_loops(self, loops: Any, arrays: "Arrays", accumulate: bool) -> bool:
-        """Write scale * level to the values; False, and nothing done, where no loop can.
-
-        Args:
-            accumulate: add it to the values, after the addend if there is one.
-        """
+        """Write scale * level to the values, or add it to them; False, and nothing done, where no loop can."""
         return False
 
     def wire_bytes(self, numel: int) -> int:
@@ -238,22 +234,6 @@ class GroupScaled(Codec):
     ) -> None:
         """As `Codec.encode_residual`, run by run: each is read from memory and written once, in half the time."""
         self._encode(values, payload, context, addend, subtract=True)
-
-    def encode_sum(
-        self, values: torch.Tensor, addend: torch.Tensor, payload: torch.Tensor, context: Context
-    ) -> bool:
-        """As `Codec.encode_sum`, where there are loops."""
-        sent, codes = self._parts(payload, values.numel())
-        scales = context.scratch.borrow("grouped/scales", sent.numel(), torch.float32, sent.device)
-        return self._encoded_in_loops(values, addend, sent, scales, codes, False)
-
-    def settle(
-        self, payload: torch.Tensor, values: torch.Tensor, residual: torch.Tensor, context: Context
-    ) -> None:
-        """As `Codec.settle`, in one pass where there are loops."""
-        scales, codes = self._factors(payload, residual, -1.0, context)
-        if not self._decoded_in_loops(scales, codes, residual, True, values):
-            super().settle(payload, values, residual, context)
 
     def _encode(
         self,
@@ -370,13 +350,12 @@ class GroupScaled(Codec):
         codes: torch.Tensor,
         out: torch.Tensor,
         accumulate: bool,
-        addend: torch.Tensor | None = None,
     ) -> bool:
-        """Whether loops wrote scale * level (+ `addend` + `out`, with `accumulate`) to `out`."""
+        """Whether loops wrote scale * level to `out`, or, if `accumulate`, added it."""
         loops = loops_for(out)
         if loops is None or not codes.shape[0]:
             return False
-        return self._decode_in_loops(loops, Arrays(out, scales, codes, False, addend), accumulate)
+        return self._decode_in_loops(loops, Arrays(out, scales, codes), accumulate)
 
     def _runs(
         self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, context: Context

@@ -107,9 +107,7 @@ class LloydMax2(GroupScaled):
         return True
 
     def _decode_in_loops(self, loops: Any, arrays: Arrays, accumulate: bool) -> bool:
-        loops.lloyd_max_decode(
-            arrays.codes, arrays.scales, arrays.values, arrays.addend, accumulate, arrays.adds
-        )
+        loops.lloyd_max_decode(arrays.codes, arrays.scales, arrays.values, accumulate)
         return True
 
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:

@@ -10,8 +10,8 @@ after group. All are contiguous NumPy arrays.
 
 brief: scales are rounded to bfloat16.
 add: what is encoded is values + addend.
-subtract: what the codes stand for is subtracted from that, and written to the values; otherwise they are not changed.
-accumulate: what is decoded is added to out, after the addend where `add`; otherwise it replaces out.
+subtract: the values become that less what the codes stand for; otherwise they are not changed.
+accumulate: what is decoded is added to out; otherwise it replaces out.
 
 Codes of a group whose scale isn't finite are zeros, and its values are left as they were: the step doesn't count.
 """
@@ -70,19 +70,14 @@ def _brief(bits: Any) -> Any:
 
 
 @jit(inline="always")
-def _store(
-    levels: Any, scale: Any, addend: Any, first: int, size: int, out: Any, accumulate: bool, add: bool
-) -> None:
-    """The group of `out` at `first` becomes scale * level, or (group + addend) + scale * level."""
-    if not accumulate:
-        for i in range(size):
-            out[first + i] = levels[i] * scale
-    elif add:
-        for i in range(size):
-            out[first + i] = (out[first + i] + addend[first + i]) + levels[i] * scale
-    else:
+def _store(levels: Any, scale: Any, first: int, size: int, out: Any, accumulate: bool) -> None:
+    """The group of `out` at `first` becomes scale * level, or grows by it."""
+    if accumulate:
         for i in range(size):
             out[first + i] = out[first + i] + levels[i] * scale
+    else:
+        for i in range(size):
+            out[first + i] = levels[i] * scale
 
 
 # The loops below are written out where a function called from two of them would read better: within a function, even
@@ -132,7 +127,7 @@ def bytes_encode(
 
 
 @jit(fastmath=_FUSED)
-def bytes_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate: bool, add: bool) -> None:
+def bytes_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> None:
     """out = scale * code, or, if `accumulate`, out += scale * code."""
     size = out.shape[0] // scales.shape[0]
     levels = numpy.empty(size, _FLOAT)
@@ -141,7 +136,7 @@ def bytes_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate: boo
         first = g * size
         for i in range(size):
             levels[i] = _FLOAT(signed[first + i])
-        _store(levels, scales[g], addend, first, size, out, accumulate, add)
+        _store(levels, scales[g], first, size, out, accumulate)
 
 
 @jit(fastmath=_FUSED)
@@ -184,7 +179,7 @@ def fours_encode(
 
 
 @jit(fastmath=_FUSED)
-def fours_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate: bool, add: bool) -> None:
+def fours_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> None:
     """As `bytes_decode` with 4 bits."""
     size = out.shape[0] // scales.shape[0]
     half = size // 2
@@ -196,7 +191,7 @@ def fours_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate: boo
             levels[i] = _FLOAT((_BITS(signed[at + i]) & _BITS(15)) - _BITS(8))
         for i in range(half):
             levels[half + i] = _FLOAT(_BITS(signed[at + i]) >> _BITS(4))
-        _store(levels, scales[g], addend, g * size, size, out, accumulate, add)
+        _store(levels, scales[g], g * size, size, out, accumulate)
 
 
 @jit
@@ -238,7 +233,7 @@ def signs_encode(
 
 
 @jit(fastmath=_FUSED)
-def signs_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate: bool, add: bool) -> None:
+def signs_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> None:
     """out = -scale where the code is 1, else scale; or, if `accumulate`, that is added to out."""
     size = out.shape[0] // scales.shape[0]
     row_bytes = size // 8
@@ -250,7 +245,7 @@ def signs_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate: boo
             byte = _WORD(codes[at + j])
             for k in range(8):
                 level_bits[8 * j + k] = _ONE_BITS | ((byte << _WORD(24 + k)) & _SIGN)
-        _store(levels, scales[g], addend, g * size, size, out, accumulate, add)
+        _store(levels, scales[g], g * size, size, out, accumulate)
 
 
 @jit(fastmath=_FUSED)
@@ -302,7 +297,7 @@ def lloyd_max_encode(
 
 
 @jit(fastmath=_FUSED)
-def lloyd_max_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate: bool, add: bool) -> None:
+def lloyd_max_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> None:
     """out = sign * level * scale, the level 3 or 10; or, if `accumulate`, that is added to out."""
     size = out.shape[0] // scales.shape[0]
     plane = size // 8
@@ -317,7 +312,7 @@ def lloyd_max_decode(codes: Any, scales: Any, out: Any, addend: Any, accumulate:
                 level_bits[8 * j + k] = (_OUTER_BITS ^ (inner * _OUTER_OR_INNER)) | (
                     (negative << _WORD(24 + k)) & _SIGN
                 )
-        _store(levels, scales[g], addend, g * size, size, out, accumulate, add)
+        _store(levels, scales[g], g * size, size, out, accumulate)
 
 
 @jit

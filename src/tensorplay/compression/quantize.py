@@ -124,7 +124,7 @@ class SymmetricInteger(GroupScaled):
 
     def _decode_in_loops(self, loops: Any, arrays: Arrays, accumulate: bool) -> bool:
         decode = loops.bytes_decode if self.bits == 8 else loops.fours_decode
-        decode(arrays.codes, arrays.scales, arrays.values, arrays.addend, accumulate, arrays.adds)
+        decode(arrays.codes, arrays.scales, arrays.values, accumulate)
         return True
 
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:

@@ -243,12 +243,17 @@ class LaneChannel:
         1. Post receives for the own piece from every peer, send every peer its piece.
         2. Sum in rank order, round once to the tensor's dtype.
         3. Send the sum to every peer, receive theirs in place.
+
+        Two ranks send each other everything instead: the same bytes, in one hop.
         """
         if self.world_size == 1:
             return
         if 2 * len(tensors) > _MAX_PARTS:
             raise RuntimeError(f"at most {_MAX_PARTS // 2} tensors an all-reduce, got {len(tensors)}")
         flats = [tensor.view(-1) for tensor in tensors]
+        if self.world_size == 2:
+            self._all_reduce_pair(message, flats, scratch)
+            return
         borders = [_bounds(flat.numel(), self.world_size) for flat in flats]
         own = [flat[b[self.rank] : b[self.rank + 1]] for flat, b in zip(flats, borders, strict=True)]
         peers = self._peers()
@@ -301,6 +306,20 @@ class LaneChannel:
                     flat[b[peer] : b[peer + 1]].copy_(inbox[part, self.world_size + peer])
         for work in leaving:
             _wait(work)
+
+    def _all_reduce_pair(self, message: int, flats: Sequence[torch.Tensor], scratch: Borrow) -> None:
+        """`all_reduce` of two ranks. A sum of two is rounded once in any order, and is the same on both."""
+        peer = 1 - self.rank
+        rooms = [scratch(f"pair/{part}", f.numel(), f.dtype, f.device) for part, f in enumerate(flats)]
+        filled = [part for part, flat in enumerate(flats) if flat.numel()]
+        arriving = [self.receive(rooms[part], peer, message, part) for part in filled]
+        leaving = [self.send(flats[part], peer, message, part) for part in filled]
+        for part, work in zip(filled, arriving, strict=True):
+            _wait(work)
+            rooms[part].add_(flats[part])
+        for part, work in zip(filled, leaving, strict=True):
+            _wait(work)  # what is being sent may not change
+            flats[part].copy_(rooms[part])
 
     def report_failure(self, text: str) -> None:
         """Tell the peers what failed here, then close, and leave them a moment to read it."""

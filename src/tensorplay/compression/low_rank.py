@@ -36,7 +36,7 @@ from tensorplay.compression.low_rank_fused import AHEAD, FusedMatrices, agreemen
 from tensorplay.compression.low_rank_plan import Factorisation, LowRankPlan
 from tensorplay.compression.low_rank_result import Settled
 from tensorplay.compression.memory import Tensors
-from tensorplay.compression.rounds import AllReduce, AllToAll, Exchange, Round, Scratch
+from tensorplay.compression.rounds import AllReduce, Exchange, Round, Scratch
 
 __all__ = ["LowRankTerms", "check_ranks", "low_rank_mean", "plain_mean"]
 
@@ -320,10 +320,7 @@ class _LowRank:
         if self.first_dtype != torch.float32:
             sent = self.borrow("first/sent", first.numel(), self.first_dtype)
             sent.copy_(first)
-        if self.together:
-            yield from self._sum(sent)
-        else:
-            yield AllReduce([sent, self.plain])
+        yield AllReduce([sent] if self.together else [sent, self.plain])
         if sent is not first:
             first.copy_(sent)
 
@@ -353,7 +350,7 @@ class _LowRank:
 
     def _sum_right(self, scales: list[torch.Tensor] | None) -> Exchange:
         if self.right_dtype == torch.float32:
-            yield from self._sum(self.right)
+            yield AllReduce([self.right])
             return
         if scales is not None:
             # What is cut off here is large only where the ranks' gradients cancel; it stays in the residuals.
@@ -362,30 +359,11 @@ class _LowRank:
                 item.right(self.right).mul_(scale).clamp_(-limit, limit)
         sent = self.borrow("right/sent", self.right.numel(), self.right_dtype)
         sent.copy_(self.right)
-        yield from self._sum(sent)
+        yield AllReduce([sent])
         self.right.copy_(sent)
         if scales is not None:
             for item, scale in zip(self.plan.factorisations, scales, strict=True):
                 item.right(self.right).div_(scale)
-
-    def _sum(self, values: torch.Tensor) -> Exchange:
-        """Sum over the ranks, in place. Two ranks send each other all of it: the bytes of an all-reduce in one hop."""
-        if self.terms.world_size != 2 or not values.numel():
-            yield AllReduce([values])
-            return
-        mine = self.terms.rank
-        total = self.borrow("sum", values.numel(), values.dtype)  # what is being sent may not change
-
-        def consume(rank: int) -> None:
-            if rank != mine:
-                total.add_(values)
-
-        yield AllToAll(
-            lambda peer: values if peer != mine else None,
-            [None if peer == mine else total for peer in range(2)],
-            consume,
-        )
-        values.copy_(total)
 
     # After the rounds -----------------------------------------------------------------------------------------
 

@@ -2,8 +2,7 @@
 
 Besides the residual and the right factor, a parameter's memory then holds "ahead": (rank, rows) float32, the product of
 its residual with the orthonormal right factor that the next step begins with. It only saves reading the residual once
-more. It is saved with the rest, so that a resumed run adds the same numbers, and where it is missing or was made for
-another factor, the product is formed anew.
+more: where it is missing, as after loading, or was made for another factor, the same loop forms the same bits anew.
 """
 
 import functools
@@ -16,7 +15,7 @@ import torch
 
 from tensorplay.compression.compiled import loops_for
 from tensorplay.compression.error_feedback import Condition
-from tensorplay.compression.low_rank_factors import held_right, multiply_transposed
+from tensorplay.compression.low_rank_factors import held_right
 from tensorplay.compression.low_rank_plan import Factorisation, LowRankPlan
 from tensorplay.compression.memory import Tensors
 
@@ -111,13 +110,14 @@ class FusedMatrices:
         loop = self.loops.PROJECT[self.item.rank]
         for member in self.members:
             loop(member.gradient, member.right, member.left)
-            ahead = self._ahead(member) if is_own else None
-            if ahead is not None:
-                numpy.add(member.left, ahead.numpy(), out=member.left)
+            kept = self._ahead(member) if is_own else None
+            if kept is not None:
+                ahead = kept.numpy()
             else:
                 self.memories[member.index].pop(AHEAD, None)
-                out, residual = torch.from_numpy(member.left), torch.from_numpy(member.residual)
-                multiply_transposed(self.right[member.at], residual, out, add=True)
+                ahead = numpy.empty(member.left.shape, numpy.float32)
+                loop(member.residual, member.right, ahead)
+            numpy.add(member.left, ahead, out=member.left)
 
     def back(self) -> None:
         """right = left (g + e)."""

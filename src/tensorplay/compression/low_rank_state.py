@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tensorplay.compression.bucket import Bucket, GradBucket
 from tensorplay.compression.driver import Lane, Start, lane_for
 from tensorplay.compression.low_rank import LowRankTerms, check_ranks, low_rank_mean, plain_mean
+from tensorplay.compression.low_rank_fused import AHEAD
 from tensorplay.compression.low_rank_plan import LowRankPlan, Rule, plan_low_rank
 from tensorplay.compression.memory import Tensors
 from tensorplay.compression.participation import divisor
@@ -48,6 +49,7 @@ class LowRankState(HookState):
     """Averages gradients through low-rank factors; a subclass gives the settings."""
 
     replicated_kinds = frozenset({"q"})
+    derived_kinds = frozenset({AHEAD})
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(process_group)

@@ -37,6 +37,8 @@ class HookState:
 
     #: State tensors that are equal on all ranks, as against this rank's own.
     replicated_kinds: frozenset[str] = frozenset()
+    #: State tensors that are made again from the others, bit by bit, where they are missing: they are not saved.
+    derived_kinds: frozenset[str] = frozenset()
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self._explicit_group = process_group
@@ -181,7 +183,11 @@ class HookState:
             "iteration": self.iteration,
             "explicit_steps": self._steps_are_explicit,
             "tensors": {
-                name: {kind: tensor.detach().clone() for kind, tensor in entry.items()}
+                name: {
+                    kind: tensor.detach().clone()
+                    for kind, tensor in entry.items()
+                    if kind not in self.derived_kinds
+                }
                 for name, entry in self.memory.by_name().items()
             },
         }

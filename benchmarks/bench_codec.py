@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from tensorplay.compression.codec import Codec, Context
+from tensorplay.compression.compiled import numba_version
 from tensorplay.compression.grouped import GroupScaled
 from tensorplay.compression.plan import BLOCK_ELEMENTS
 from tensorplay.compression.registry import make_codec
@@ -195,6 +196,7 @@ def main() -> None:
         about = {
             "command": " ".join(["bench_codec.py", *sys.argv[1:]]),
             "torch": torch.__version__,
+            "numba": numba_version(),
             "python": platform.python_version(),
             "machine": platform.machine(),
             "cores": os.cpu_count(),

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorplay.cli.lab import Lab, available
-from tensorplay.compression.compiled import KERNELS, is_compiled
+from tensorplay.compression.compiled import KERNELS, is_compiled, numba_version
 
 HOOKS = "noop plain torch:1 ours:1 torch:4 ours:4 batched:4 same_shape:4 bucket:4"
 WARM_UP_STEPS = 5  # two of plain averaging, then what is allocated once
@@ -172,6 +172,7 @@ def main() -> None:
         about = {
             "command": " ".join(sys.argv),
             "torch": torch.__version__,
+            "numba": numba_version(),
             "python": platform.python_version(),
             "cores": os.cpu_count(),
             "machine": platform.machine(),

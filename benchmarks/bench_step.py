@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorplay.cli.lab import Lab, available
+from tensorplay.compression.compiled import numba_version
 
 HOOKS = "noop torch:plain allreduce torch:fp16 fp16_compress int8 int4 sign quantize_per_tensor quantize_per_channel"
 
@@ -196,6 +197,7 @@ def main() -> None:
         about = {
             "command": " ".join(sys.argv),
             "torch": torch.__version__,
+            "numba": numba_version(),
             "python": platform.python_version(),
             "cores": os.cpu_count(),
             "machine": platform.machine(),

@@ -20,6 +20,7 @@ from tensorplay.cli.compare_launch import CellRuns
 from tensorplay.cli.compare_plan import Settings
 from tensorplay.cli.hooks import COMPUTE_ALONE
 from tensorplay.cli.lab import bits_per_second
+from tensorplay.compression.compiled import numba_version
 
 __all__ = [
     "FORMAT",
@@ -236,6 +237,7 @@ def build_about(settings: Settings, command: str, links: str, parameters: int | 
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "numba": numba_version(),
         "tensorplay": tensorplay.__version__,
     }
 

@@ -119,9 +119,10 @@ def _table(cell: dict[str, Any]) -> str:
 
 def _made(comparison: dict[str, Any]) -> str:
     about = comparison["about"]
+    numba = f"Numba {about['numba']}" if about.get("numba") else "no Numba"
     memory = "" if about["memory_bytes"] is None else f", {readable_bytes(about['memory_bytes'])} of memory"
     return (
-        f"{about['made_at']}, {comparison['made_by']} {about['tensorplay']}, torch {about['torch']}, Python "
-        f"{about['python']}, {about['processor']}, {about['cores']} cores{memory}, {about['system']}. "
+        f"{about['made_at']}, {comparison['made_by']} {about['tensorplay']}, torch {about['torch']}, {numba}, "
+        f"Python {about['python']}, {about['processor']}, {about['cores']} cores{memory}, {about['system']}. "
         f"Command: {about['command']}"
     )

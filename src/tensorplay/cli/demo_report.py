@@ -13,6 +13,7 @@ import tensorplay
 from tensorplay.cli.demo_plan import DemoPlan
 from tensorplay.cli.gpt import GPT, SIZES
 from tensorplay.cli.progress import readable_bytes
+from tensorplay.compression.compiled import numba_version
 
 __all__ = ["LINK_BITS_PER_SECOND", "build_report", "build_table", "least_step_seconds", "table_cells"]
 
@@ -82,6 +83,7 @@ def build_report(plan: DemoPlan, events: list[dict[str, Any]], wall_seconds: flo
             "gpu": torch.cuda.get_device_name(0) if plan.device == "cuda" else None,
             "python": platform.python_version(),
             "torch": torch.__version__,
+            "numba": numba_version(),
         },
         "corpus": {
             "text": "source code of Python's standard library",

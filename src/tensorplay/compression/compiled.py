@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["KERNELS", "is_compiled", "jit", "loops_for"]
+__all__ = ["KERNELS", "is_compiled", "jit", "loops_for", "numba_version"]
 
 KERNELS = "numba"
 """What compiles the loops."""
@@ -39,6 +39,11 @@ def is_compiled() -> bool:
     except ImportError:  # it refuses a NumPy newer than it knows
         return False
     return not numba.config.DISABLE_JIT
+
+
+def numba_version() -> str | None:
+    """Of the Numba that compiles the loops; None where codecs run on PyTorch's operations."""
+    return str(importlib.import_module(KERNELS).__version__) if is_compiled() else None
 
 
 def loops_for(values: torch.Tensor, name: str = "tensorplay.compression.loops") -> Any:

@@ -13,7 +13,7 @@ add: what is encoded is values + addend.
 subtract: the values become that less what the codes stand for; otherwise they are not changed.
 accumulate: what is decoded is added to out; otherwise it replaces out.
 
-Codes of a group whose scale isn't finite are zeros, and its values are left as they were: the step doesn't count.
+Where a group's scale isn't finite, neither its codes nor its values mean anything: the step doesn't count.
 """
 
 from typing import Any

@@ -460,6 +460,10 @@ def test_ranks_with_and_without_loops_agree_to_the_bit(
 
     monkeypatch.setattr(low_rank, "fused_loops", only_first_rank)
     ranks = Ranks(RAGGED, rank=rank, layout=layout, check=True)
+    if not rounds_as_torch(rank) and layout != "bucket":
+        with pytest.raises(RuntimeError, match="multiplies factors with Numba"):
+            ranks.average(gradients(RAGGED, 3, 0))
+        return
     for seed in range(3):
         mine = gradients(RAGGED, 3, seed)
         before = ranks.residuals()
@@ -472,19 +476,29 @@ def test_ranks_with_and_without_loops_agree_to_the_bit(
 
 
 @NUMBA
-def test_where_loops_round_otherwise_ranks_without_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_loops_round_otherwise_some_ranks_without_them_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real, made = low_rank.fused_loops, []
 
     def only_first_rank(factor: torch.Tensor) -> object:
         made.append(1)
         return real(factor) if len(made) % 3 == 1 else None
 
-    monkeypatch.setattr(low_rank_fused, "_settles_as_torch", lambda loops, rank: False)
+    monkeypatch.setattr(
+        low_rank_fused, "_product", lambda loops, rank: b"torch" if loops is None else b"loops"
+    )
     monkeypatch.setattr(low_rank, "fused_loops", only_first_rank)
-    with pytest.raises(RuntimeError, match=r"layout .*Numba"):
+    with pytest.raises(RuntimeError, match=r"rank 0 multiplies factors with Numba, .*NUMBA_DISABLE_JIT=1"):
         Ranks(RAGGED, check=True).average(gradients(RAGGED, 3, 0))
     monkeypatch.setattr(low_rank, "fused_loops", real)
     all_equal(Ranks(RAGGED, check=True).average(gradients(RAGGED, 3, 0)))
+
+
+def rounds_as_torch(rank: int) -> bool:
+    """Not everywhere: PyTorch's products add up in another order on some processors."""
+    loops = low_rank_fused.fused_loops(torch.empty(0))
+    return low_rank_fused._product(loops, rank) == low_rank_fused._product(None, rank)
 
 
 @NUMBA
@@ -506,7 +520,9 @@ def test_loops_against_float64(rank: int, rows: int, columns: int) -> None:
     torch.testing.assert_close(back.double(), left.double() @ exact, rtol=1e-5, atol=1e-4)
     arrays = [t.numpy() for t in (g, e, left, right, following, ahead)]
     loops.SETTLE[rank](*arrays[:4], arrays[0].dtype.type(0.5), *arrays[4:])
-    assert torch.equal(g, mean)
+    torch.testing.assert_close(g, mean, rtol=1e-5, atol=1e-5)
+    if rounds_as_torch(rank):
+        assert torch.equal(g, mean)
     torch.testing.assert_close(e.double(), exact - 0.5 * mean.double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ahead.double(), following.double() @ e.double().t(), rtol=1e-5, atol=1e-4)
 

@@ -2,17 +2,18 @@
 
 Most codecs are written with PyTorch's and NumPy's operations, each of which passes over all its values. Where Numba is
 installed (`pip install 'tensorplay-distributed[fast]'`) a group's whole arithmetic is one loop instead, two to three
-times faster on one core, and Python's lock is not held meanwhile. Payloads are the same bytes either way, so ranks with
-and without Numba may train together. `NUMBA_DISABLE_JIT=1` in the environment switches the loops off, as it does all of
-Numba's.
+times faster on one core, and Python's lock is not held meanwhile. Payloads, and what is decoded, are the same bytes
+either way, so ranks with and without Numba may train together. `NUMBA_DISABLE_JIT=1` in the environment switches the
+loops off, as it does all of Numba's.
 
 What is compiled is kept in `__pycache__`, or in the user's cache folder where that can't be written, so that it costs
-seconds once, and not once a process.
+seconds once, and not once a process. Where nothing can be kept, each process compiles for itself.
 """
 
 import functools
 import importlib
 import importlib.util
+import logging
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,9 @@ __all__ = ["KERNELS", "is_compiled", "jit", "loops_for", "numba_version"]
 
 KERNELS = "numba"
 """What compiles the loops."""
+_OLDEST = (0, 61)
+
+_logger = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -36,9 +40,16 @@ def is_compiled() -> bool:
         return False
     try:
         numba = importlib.import_module(KERNELS)
-    except ImportError:  # it refuses a NumPy newer than it knows
+        release = tuple(int(part) for part in numba.__version__.split(".")[:2])
+        is_off = bool(numba.config.DISABLE_JIT)
+    except Exception as error:  # it refuses a NumPy newer than it knows; its LLVM can't be loaded; …
+        _logger.warning(
+            "codecs run without Numba, which can't be imported: %s: %s", type(error).__name__, error
+        )
         return False
-    return not numba.config.DISABLE_JIT
+    if release < _OLDEST:
+        _logger.warning("codecs run without Numba: %s is older than 0.61", numba.__version__)
+    return not is_off and release >= _OLDEST
 
 
 def numba_version() -> str | None:
@@ -71,6 +82,27 @@ def jit(function: Any = None, *, fastmath: Any = False, inline: str = "never") -
     numba = importlib.import_module(KERNELS)
     settings = {"nogil": True, "error_model": "numpy", "fastmath": fastmath, "inline": inline}
     try:
-        return numba.njit(cache=True, **settings)(function)
+        return _kept_if_possible(numba.njit(cache=True, **settings)(function))
     except RuntimeError:  # no folder to keep it in
         return numba.njit(**settings)(function)
+
+
+def _kept_if_possible(dispatcher: Any) -> Any:
+    """Keep a full disk from ending a training run: Numba reads and writes its cache when a loop is first called."""
+    cache = dispatcher._cache
+    load, save = cache.load_overload, cache.save_overload
+
+    def try_to_load(*arguments: Any) -> Any:
+        try:
+            return load(*arguments)
+        except OSError:
+            return None
+
+    def try_to_save(*arguments: Any) -> None:
+        try:
+            save(*arguments)
+        except OSError as error:
+            _logger.info("a compiled loop isn't kept: %s", error)
+
+    cache.load_overload, cache.save_overload = try_to_load, try_to_save
+    return dispatcher

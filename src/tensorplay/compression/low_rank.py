@@ -32,7 +32,14 @@ from tensorplay.compression.low_rank_factors import (
     orthogonalize_factors,
     store_right,
 )
-from tensorplay.compression.low_rank_fused import AHEAD, FusedMatrices, agreement_code, fits, fused_loops
+from tensorplay.compression.low_rank_fused import (
+    AHEAD,
+    FusedMatrices,
+    fits,
+    fused_loops,
+    require_one_rounding,
+    rounding_code,
+)
 from tensorplay.compression.low_rank_plan import Factorisation, LowRankPlan
 from tensorplay.compression.low_rank_result import Settled
 from tensorplay.compression.memory import Tensors
@@ -41,7 +48,6 @@ from tensorplay.compression.rounds import AllReduce, Exchange, Round, Scratch
 __all__ = ["LowRankTerms", "check_ranks", "low_rank_mean", "plain_mean"]
 
 _HALF_LIMIT = 65000.0
-_LAYOUT = "layout (rank, min_compression_rate, model; on processors whose loops round differently, Numba too)"
 
 
 @dataclass(frozen=True)
@@ -100,21 +106,24 @@ def plain_mean(
 
 
 def check_ranks(
-    facts: tuple[int, int, int, int, int], rank: int, world_size: int, device: torch.device
+    facts: tuple[int, int, int, int, int, int], rank: int, world_size: int, device: torch.device
 ) -> Generator[Round, None, int | None]:
-    """Compare with the other ranks, before an exchange whose sizes depend on it. One round of 40 bytes a peer.
+    """Compare with the other ranks, before an exchange whose sizes depend on it. One round of 48 bytes a peer.
 
     Args:
-        facts: step, seed, elements, fingerprint of the plan (0: no plan yet), crc of the kept right factors (0: none).
+        facts: step, seed, elements, fingerprint of the plan (0: no plan yet), crc of the kept right factors (0: none),
+            see `rounding_code`.
     Returns: the rank whose right factors all should take, None where they are equal.
-    Raises: RuntimeError: step, seed, elements or plan differ; the same text on all ranks.
+    Raises: RuntimeError: step, seed, elements or plan differ, or only some ranks have Numba and products differ; the
+        same text on all ranks.
     """
     told = yield from tell_all(facts, rank, world_size, device)
     require_equal(
-        ["step", "random_seed", "elements in the bucket", _LAYOUT],
+        ["step", "random_seed", "elements in the bucket", "layout (rank, min_compression_rate, model)"],
         [theirs[:4] for theirs in told],
         "make the state alike on all ranks, and load one checkpoint on all of them or on none",
     )
+    require_one_rounding([theirs[5] for theirs in told])
     factors = [theirs[4] for theirs in told]
     if len(set(factors)) == 1:
         return None
@@ -180,8 +189,8 @@ class _LowRank:
         source: int | None = None
         if self.terms.check:
             terms, plan = self.terms, self.plan
-            layout = plan.fingerprint ^ agreement_code(self.loops, plan)
-            facts = (terms.step, terms.seed, plan.elements, layout, self._factors_crc())
+            rounding = rounding_code(self.loops, plan)
+            facts = (terms.step, terms.seed, plan.elements, plan.fingerprint, self._factors_crc(), rounding)
             source = yield from check_ranks(facts, terms.rank, terms.world_size, self.device)
         self._load_matrices()
         load_right(plan, self.memories, self.right, self._draw, self.terms.warm_start)

@@ -6,6 +6,7 @@ more: where it is missing, as after loading, or was made for another factor, the
 """
 
 import functools
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from tensorplay.compression.low_rank_factors import held_right
 from tensorplay.compression.low_rank_plan import Factorisation, LowRankPlan
 from tensorplay.compression.memory import Tensors
 
-__all__ = ["AHEAD", "FusedMatrices", "agreement_code", "fits", "fused_loops"]
+__all__ = ["AHEAD", "FusedMatrices", "fits", "fused_loops", "require_one_rounding", "rounding_code"]
 
 LOOPS = "tensorplay.compression.low_rank_loops"
 AHEAD = "ahead"
@@ -43,25 +44,42 @@ def fits(
     )
 
 
-def agreement_code(loops: Any, plan: LowRankPlan) -> int:
-    """0, or a number that ranks must have in common: not 0 where this rank's results may have bits of their own.
+def rounding_code(loops: Any, plan: LowRankPlan) -> int:
+    """Names how this rank rounds P Q^T, twice; plus 1 where loops compute it."""
+    ranks = sorted({item.rank for item in plan.factorisations if item.rows_each})
+    with_loops = loops is not None and any(rank in loops.SETTLE for rank in ranks)
+    crc = 0
+    for rank in ranks:
+        crc = zlib.crc32(_product(loops if with_loops and rank in loops.SETTLE else None, rank), crc)
+    return 2 * crc + with_loops
 
-    That is where the loops add up P Q^T in another order than torch.mm, which the other ranks may be using.
+
+def require_one_rounding(codes: Sequence[int]) -> None:
+    """Check the ranks' `rounding_code`s: some may compute with loops and others without where that is the same.
+
+    Raises: RuntimeError: they do, and it isn't.
     """
-    if loops is None:
-        return 0
-    ranks = {item.rank for item in plan.factorisations if item.rank in loops.SETTLE}
-    return sum(1 << rank for rank in ranks if not _settles_as_torch(loops, rank))
+    with_loops = [rank for rank, code in enumerate(codes) if code % 2]
+    if 0 < len(with_loops) < len(codes) and len({code // 2 for code in codes}) > 1:
+        names = ", ".join(map(str, with_loops))
+        raise RuntimeError(
+            f"rank {names} multiplies factors with Numba, the others without, and on these processors the last bits "
+            "differ: install Numba on all ranks or on none (NUMBA_DISABLE_JIT=1 switches it off)"
+        )
 
 
 @functools.cache
-def _settles_as_torch(loops: Any, rank: int) -> bool:
+def _product(loops: Any, rank: int) -> bytes:
+    """A product P Q^T of that rank, as an exchange computes it."""
     generator = torch.Generator().manual_seed(rank)
     left, right = (torch.randn(rank, length, generator=generator) for length in (67, 203))
-    mean, residual, ahead = torch.zeros(67, 203), torch.zeros(67, 203), torch.zeros(rank, 67)
-    arrays = [t.numpy() for t in (mean, residual, left, right, ahead)]
-    loops.SETTLE[rank](*arrays[:4], numpy.float32(1.0), arrays[3], arrays[4])
-    return torch.equal(mean, torch.mm(left.t(), right))
+    mean = torch.zeros(67, 203)
+    if loops is None:
+        torch.mm(left.t(), right, out=mean)
+    else:
+        arrays = [t.numpy() for t in (mean, torch.zeros(67, 203), left, right, right, torch.zeros(rank, 67))]
+        loops.SETTLE[rank](*arrays[:4], numpy.float32(1.0), *arrays[4:])
+    return mean.numpy().tobytes()
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ class LowRankState(HookState):
         part = divisor(group)
         starts: list[Start] = []
         if check:
-            facts = (self.iteration, self.settings().seed, buffer.numel(), 0, 0)
+            facts = (self.iteration, self.settings().seed, buffer.numel(), 0, 0, 0)
             rank, world_size = group.rank(), group.size()
 
             def compare(scratch: Scratch) -> Exchange:

@@ -21,6 +21,7 @@ from tensorplay.compression.grouped import (
     Run,
     absolute_maximum,
     add_noise,
+    adds_as_torch,
     check_choice,
     check_integer,
     invert_scales,
@@ -181,7 +182,10 @@ class AffineUint8(Codec):
         loops = loops_for(values)
         if loops is not None:
             loops.affine_encode(
-                values.numpy(), scales.numpy(), zeros.view(torch.int8).numpy(), codes.view(-1).numpy()
+                values.view(-1).numpy(),
+                scales.numpy(),
+                zeros.view(torch.int8).numpy(),
+                codes.view(-1).numpy(),
             )
             return
         inverse, low, high = context.scratch.borrow(
@@ -260,9 +264,12 @@ class AffineUint8(Codec):
         codes: torch.Tensor, scales: torch.Tensor, zero: torch.Tensor, out: torch.Tensor, accumulate: bool
     ) -> bool:
         loops = loops_for(out)
-        if loops is not None:
-            loops.affine_decode(codes.view(-1).numpy(), scales.numpy(), zero.numpy(), out.numpy(), accumulate)
-        return loops is not None
+        if loops is None or (accumulate and not adds_as_torch(loops)):
+            return False
+        loops.affine_decode(
+            codes.view(-1).numpy(), scales.numpy(), zero.numpy(), out.view(-1).numpy(), accumulate
+        )
+        return True
 
     @staticmethod
     def _zero(zeros: torch.Tensor, context: Context) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from tensorplay.compression.codec import Context
 from tensorplay.compression.registry import make_codec
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("numba") is None, reason="the extra fast is not installed"
+    importlib.util.find_spec("numba") is None or bool(os.environ.get("NUMBA_DISABLE_JIT")),
+    reason="the extra fast is not installed, or switched off",
 )
 ROUNDS_AS_TORCH = compiled.is_compiled() and grouped.adds_as_torch(compiled.loops_for(torch.zeros(1)))
 #: Scales as they travel are the same bits both ways.

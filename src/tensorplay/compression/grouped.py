@@ -22,7 +22,6 @@ __all__ = [
     "ROUNDINGS",
     "RUN_ELEMENTS",
     "SMALLEST_SCALE",
-    "Arrays",
     "GroupScaled",
     "Run",
     "absolute_maximum",
@@ -128,28 +127,6 @@ class Run:
         return lent
 
 
-class Arrays:
-    """A call's vectors as NumPy arrays, for compiled loops.
-
-    Attributes:
-        values: float32 (n,). addend: float32 (n,), the values themselves if there is none, and then `adds` is False.
-        scales: float32 (groups,). codes: uint8, group after group. brief: scales are to be rounded to bfloat16.
-    """
-
-    def __init__(
-        self,
-        values: torch.Tensor,
-        scales: torch.Tensor,
-        codes: torch.Tensor,
-        brief: bool = False,
-        addend: torch.Tensor | None = None,
-    ) -> None:
-        self.values, self.scales = values.view(-1).numpy(), scales.numpy()
-        self.codes = codes.view(-1).numpy()
-        self.brief, self.adds = brief, addend is not None
-        self.addend = self.values if addend is None else addend.view(-1).numpy()
-
-
 @functools.cache
 def adds_as_torch(loops: Any) -> bool:
     """Whether loops round a product and the sum it joins as torch.addcmul does on this processor: once.
@@ -193,8 +170,8 @@ def add_noise(values: torch.Tensor, run: Run) -> None:
 class GroupScaled(Codec):
     """Base of codecs that send a scale and G codes a group.
 
-    A subclass writes `_measure`, `_quantize` and `_levels`, each for one run of groups; and `_encode_in_loops` and
-    `_decode_in_loops` where compiled loops do the same.
+    A subclass writes `_measure`, `_quantize` and `_levels`, each for one run of groups; and `_encoding_loop` and
+    `_decoding_loop` where compiled loops do the same.
 
     Args:
         group_size: values that share a scale. group_bytes: bytes of a group's codes.
@@ -222,17 +199,16 @@ class GroupScaled(Codec):
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         """Write the levels (groups, G) float32 that codes (groups, group_bytes) stand for."""
 
-    def _encode_in_loops(self, loops: Any, arrays: "Arrays", subtract: bool) -> bool:
-        """Do all of `_encode` but for the cast of the scales; False, and nothing done, where no loop can.
+    def _encoding_loop(self, loops: Any) -> tuple[Any, tuple[Any, ...]] | None:
+        """The loop of the module `loops` that does all of `_encode` but the cast of the scales, and its own arguments.
 
-        Args:
-            loops: the module. arrays: the call's vectors. subtract: see `_encode`.
+        It is called with values, addend, scales and codes; those; brief, add and subtract: see `loops`. None: none can.
         """
-        return False
+        return None
 
-    def _decode_in_loops(self, loops: Any, arrays: "Arrays", accumulate: bool) -> bool:
-        """Write scale * level to the values, or add it to them; False, and nothing done, where no loop can."""
-        return False
+    def _decoding_loop(self, loops: Any) -> Any:
+        """The loop that writes scale * level; it is called with codes, scales, out and accumulate. None: none can."""
+        return None
 
     def wire_bytes(self, numel: int) -> int:
         """Bytes of the payload of `numel` values, whole groups."""
@@ -352,11 +328,14 @@ class GroupScaled(Codec):
     ) -> bool:
         """Whether loops did all of `_encode`. `sent`: (groups,) in the scales' dtype; `scales`: the same, float32."""
         loops = loops_for(values)
-        if loops is None or not codes.shape[0]:
+        found = None if loops is None or not codes.shape[0] else self._encoding_loop(loops)
+        if found is None:
             return False
-        arrays = Arrays(values, scales, codes, self.scale_dtype != torch.float32, addend)
-        if not self._encode_in_loops(loops, arrays, subtract):
-            return False
+        loop, numbers = found
+        array = values.view(-1).numpy()
+        added = array if addend is None else addend.view(-1).numpy()
+        flags = self.scale_dtype != torch.float32, addend is not None, subtract
+        loop(array, added, scales.numpy(), codes.view(-1).numpy(), *numbers, *flags)
         if sent is not scales:
             sent.copy_(scales)
         return True
@@ -372,7 +351,10 @@ class GroupScaled(Codec):
         loops = loops_for(out)
         if loops is None or not codes.shape[0] or (accumulate and not adds_as_torch(loops)):
             return False
-        return self._decode_in_loops(loops, Arrays(out, scales, codes), accumulate)
+        loop = self._decoding_loop(loops)
+        if loop is not None:
+            loop(codes.view(-1).numpy(), scales.numpy(), out.view(-1).numpy(), accumulate)
+        return loop is not None
 
     def _runs(
         self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, context: Context

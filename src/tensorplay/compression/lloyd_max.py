@@ -8,7 +8,6 @@ import torch
 
 from tensorplay.compression.bitpack import pack_below, unpack_bits
 from tensorplay.compression.grouped import (
-    Arrays,
     GroupScaled,
     Run,
     check_integer,
@@ -92,23 +91,12 @@ class LloydMax2(GroupScaled):
         pack_below(magnitudes, 1.0, run.codes[:, half:])
         return None
 
-    def _encode_in_loops(self, loops: Any, arrays: Arrays, subtract: bool) -> bool:
-        loops.lloyd_max_encode(
-            arrays.values,
-            arrays.addend,
-            arrays.scales,
-            arrays.codes,
-            numpy.float32(_UNIT / _GAUSSIAN_MEAN_MAGNITUDE / self.group_size),
-            numpy.float32(_UNIT / _BORDER),
-            arrays.brief,
-            arrays.adds,
-            subtract,
-        )
-        return True
+    def _encoding_loop(self, loops: Any) -> tuple[Any, tuple[Any, ...]] | None:
+        unit = _UNIT / _GAUSSIAN_MEAN_MAGNITUDE / self.group_size
+        return loops.lloyd_max_encode, (numpy.float32(unit), numpy.float32(_UNIT / _BORDER))
 
-    def _decode_in_loops(self, loops: Any, arrays: Arrays, accumulate: bool) -> bool:
-        loops.lloyd_max_decode(arrays.codes, arrays.scales, arrays.values, accumulate)
-        return True
+    def _decoding_loop(self, loops: Any) -> Any:
+        return loops.lloyd_max_decode
 
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         half = self.group_bytes // 2

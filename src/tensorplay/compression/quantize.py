@@ -16,7 +16,6 @@ from tensorplay.compression.grouped import (
     ROUNDINGS,
     RUN_ELEMENTS,
     SMALLEST_SCALE,
-    Arrays,
     GroupScaled,
     Run,
     absolute_maximum,
@@ -107,26 +106,14 @@ class SymmetricInteger(GroupScaled):
             pack_fours(integers, run.codes)
         return levels
 
-    def _encode_in_loops(self, loops: Any, arrays: Arrays, subtract: bool) -> bool:
+    def _encoding_loop(self, loops: Any) -> tuple[Any, tuple[Any, ...]] | None:
         if self.rounding == "stochastic":
-            return False
-        encode = loops.bytes_encode if self.bits == 8 else loops.fours_encode
-        encode(
-            arrays.values,
-            arrays.addend,
-            arrays.scales,
-            arrays.codes,
-            numpy.float32(1.0 / self.top),
-            arrays.brief,
-            arrays.adds,
-            subtract,
-        )
-        return True
+            return None
+        loop = loops.bytes_encode if self.bits == 8 else loops.fours_encode
+        return loop, (numpy.float32(1.0 / self.top),)
 
-    def _decode_in_loops(self, loops: Any, arrays: Arrays, accumulate: bool) -> bool:
-        decode = loops.bytes_decode if self.bits == 8 else loops.fours_decode
-        decode(arrays.codes, arrays.scales, arrays.values, accumulate)
-        return True
+    def _decoding_loop(self, loops: Any) -> Any:
+        return loops.bytes_decode if self.bits == 8 else loops.fours_decode
 
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         if self.bits == 8:

@@ -6,7 +6,7 @@ import numpy
 import torch
 
 from tensorplay.compression.bitpack import pack_below, unpack_bits
-from tensorplay.compression.grouped import Arrays, GroupScaled, Run, check_integer, mean_magnitude, name_with
+from tensorplay.compression.grouped import GroupScaled, Run, check_integer, mean_magnitude, name_with
 
 __all__ = ["Sign"]
 
@@ -50,22 +50,11 @@ class Sign(GroupScaled):
         pack_below(run.values, 0.0, run.codes)
         return None
 
-    def _encode_in_loops(self, loops: Any, arrays: Arrays, subtract: bool) -> bool:
-        loops.signs_encode(
-            arrays.values,
-            arrays.addend,
-            arrays.scales,
-            arrays.codes,
-            numpy.float32(1.0 / self.group_size),
-            arrays.brief,
-            arrays.adds,
-            subtract,
-        )
-        return True
+    def _encoding_loop(self, loops: Any) -> tuple[Any, tuple[Any, ...]] | None:
+        return loops.signs_encode, (numpy.float32(1.0 / self.group_size),)
 
-    def _decode_in_loops(self, loops: Any, arrays: Arrays, accumulate: bool) -> bool:
-        loops.signs_decode(arrays.codes, arrays.scales, arrays.values, accumulate)
-        return True
+    def _decoding_loop(self, loops: Any) -> Any:
+        return loops.signs_decode
 
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         levels.copy_(unpack_bits(codes, -2, 1))

@@ -14,8 +14,9 @@ import functools
 import importlib
 import importlib.util
 import logging
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -26,6 +27,7 @@ KERNELS = "numba"
 _OLDEST = (0, 61)
 
 _logger = logging.getLogger(__name__)
+_Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
 
 @functools.cache
@@ -67,6 +69,16 @@ def loops_for(values: torch.Tensor, name: str = "tensorplay.compression.loops") 
 @functools.cache
 def _module(name: str) -> ModuleType:
     return importlib.import_module(name)
+
+
+@overload
+def jit(function: _Loop, *, fastmath: Any = False, inline: str = "never") -> _Loop: ...
+
+
+@overload
+def jit(
+    function: None = None, *, fastmath: Any = False, inline: str = "never"
+) -> Callable[[_Loop], _Loop]: ...
 
 
 def jit(function: Any = None, *, fastmath: Any = False, inline: str = "never") -> Any:

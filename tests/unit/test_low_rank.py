@@ -446,12 +446,8 @@ def test_loops_and_operations_are_one(
     assert not any("ahead" in memory for memory in other.memories[0])
 
 
-@NUMBA
-@LAYOUT
-@pytest.mark.parametrize("rank", [1, 2, 4])
-def test_ranks_with_and_without_loops_agree_to_the_bit(
-    layout: str, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def loops_on_first_of_three(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of three ranks, only the first has loops from now on; returns a list that grows with every exchange of a rank."""
     real, made = low_rank.fused_loops, []
 
     def only_first_rank(factor: torch.Tensor) -> object:
@@ -459,6 +455,16 @@ def test_ranks_with_and_without_loops_agree_to_the_bit(
         return real(factor) if len(made) % 3 == 1 else None
 
     monkeypatch.setattr(low_rank, "fused_loops", only_first_rank)
+    return made
+
+
+@NUMBA
+@LAYOUT
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_ranks_with_and_without_loops_agree_to_the_bit(
+    layout: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = loops_on_first_of_three(monkeypatch)
     ranks = Ranks(RAGGED, rank=rank, layout=layout, check=True)
     if not rounds_as_torch(rank) and layout != "bucket":
         with pytest.raises(RuntimeError, match="multiplies factors with Numba"):
@@ -479,16 +485,11 @@ def test_ranks_with_and_without_loops_agree_to_the_bit(
 def test_where_loops_round_otherwise_some_ranks_without_them_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, made = low_rank.fused_loops, []
-
-    def only_first_rank(factor: torch.Tensor) -> object:
-        made.append(1)
-        return real(factor) if len(made) % 3 == 1 else None
-
     monkeypatch.setattr(
         low_rank_fused, "_product", lambda loops, rank: b"torch" if loops is None else b"loops"
     )
-    monkeypatch.setattr(low_rank, "fused_loops", only_first_rank)
+    real = low_rank.fused_loops
+    loops_on_first_of_three(monkeypatch)
     with pytest.raises(RuntimeError, match=r"rank 0 multiplies factors with Numba, .*NUMBA_DISABLE_JIT=1"):
         Ranks(RAGGED, check=True).average(gradients(RAGGED, 3, 0))
     monkeypatch.setattr(low_rank, "fused_loops", real)

@@ -28,10 +28,12 @@ __all__ = [
     "plan_units",
 ]
 
-BLOCK_ELEMENTS = 1 << 19
+BLOCK_ELEMENTS = 1 << 21
 """Values of one call of a codec: enough that calling costs little; codecs go through it in runs that fit the cache."""
 UNIT_ELEMENTS = 1 << 21
 """Elements of one exchange: enough to fill the wire, few enough that one is encoded while another is sent."""
+_LONG_ELEMENTS = 1 << 14
+"""Pieces of at least this many elements are worth a call of a codec of their own."""
 _HEADER_BYTES = 16  # 8 of fingerprint, then one flag a slice, rounded up
 
 
@@ -153,13 +155,13 @@ def plan_units(
     drafts: list[list[list[tuple[Codec, Codec, bool, list[_Piece]]]]] = []
     unit_elements = sum(entry.numel for entry in entries) if whole else UNIT_ELEMENTS
     block_elements = unit_elements if whole else BLOCK_ELEMENTS
-    filled = unit_elements + 1
+    filled = 0
     for index, entry in enumerate(entries):
         if entry.codec is None:
             continue
         owned = [0] * parts
         for start, length in _slabs(entry.numel, entry.group_size, unit_elements):
-            if filled + length > unit_elements:
+            if not drafts or filled + length > unit_elements + unit_elements // 8:
                 drafts.append([[] for _ in range(parts)])
                 filled = 0
             filled += length
@@ -262,7 +264,10 @@ def _merged(
 def _cut(
     pieces: list[_Piece], group_size: int, block_elements: int
 ) -> list[tuple[tuple[Segment, ...], tuple[tuple[int, int], ...], int]]:
-    """Lay pieces behind each other in blocks of at most about `block_elements`: (segments, gaps, numel)."""
+    """Lay pieces behind each other in blocks of at most about `block_elements`: (segments, gaps, numel).
+
+    A long piece shares no block, so that codecs can work on it where it lies.
+    """
     step = max(group_size, block_elements // group_size * group_size)
     blocks = []
     segments: list[Segment] = []
@@ -270,8 +275,9 @@ def _cut(
     at = 0
     for piece in pieces:
         done = 0
+        is_long = piece.length >= _LONG_ELEMENTS
         while done < piece.length:
-            if at >= step:
+            if at >= step or (at and (is_long or segments[0].length >= _LONG_ELEMENTS)):
                 blocks.append((tuple(segments), tuple(gaps), at))
                 segments, gaps, at = [], [], 0
             length = min(piece.length - done, step - at)

@@ -20,10 +20,12 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-__all__ = ["KERNELS", "is_compiled", "jit", "loops_for", "numba_version"]
+__all__ = ["FUSED", "KERNELS", "is_compiled", "jit", "loops_for", "numba_version"]
 
 KERNELS = "numba"
 """What compiles the loops."""
+FUSED = {"contract"}
+"""Rule of arithmetic for `jit`: what is multiplied and added is rounded once, as in torch.addcmul."""
 _OLDEST = (0, 61)
 
 _logger = logging.getLogger(__name__)

@@ -11,13 +11,12 @@ fail instead of decoding nonsense, and one flag a slice: whether this rank's bac
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from tensorplay.compression.codec import Codec, Context
+from tensorplay.compression.codec import Codec, Context, Settling
 from tensorplay.compression.error_feedback import Condition, GradientPort, MeanPort, OwnerErrorFeedback, Port
 from tensorplay.compression.plan import Block, Chunk, Unit
 from tensorplay.compression.rounds import AllReduce, AllToAll, Exchange, Scratch
@@ -142,6 +141,10 @@ class _Route:
         divides: bool,
     ) -> None:
         """Write one payload; where the port remembers, park what was not sent. In place where that can be."""
+        settled = self.settled(block) if port is self.port else None
+        if settled is not None:
+            settled.codec.encode_sum(settled.values, settled.residual, payload, context)
+            return
         remembers = port.remembers and block.compressed
         spot = None if divides else port.in_place(block)
         if spot is None:
@@ -159,6 +162,20 @@ class _Route:
             values.mul_(float(self.terms.divisor))
         if spot is None:
             port.park(block, values, self.scratch)
+
+    def settled(self, block: Block) -> "_Settled | None":
+        """Where the codec of a block reads gradient and residual in place and parks nothing; None where it can't."""
+        if (
+            self.divides_all
+            or not (self.port.remembers and block.compressed)
+            or block.second is not block.codec
+        ):
+            return None
+        spot = self.port.in_place(block)
+        if spot is None or spot[1] is None:
+            return None
+        codec = block.codec.settling(spot[0])
+        return None if codec is None else _Settled(codec, spot[0], spot[1])
 
     def write_header(self, message: torch.Tensor) -> None:
         header = message[: self.unit.header_bytes]
@@ -179,10 +196,13 @@ class _Route:
             )
         self.used = [mine or bool(theirs) for mine, theirs in zip(self.used, header[16:], strict=False)]
 
+    def share(self, block: Block) -> float:
+        """What a payload is multiplied by in the mean."""
+        return 1.0 if block.codec.divide_first else 1.0 / self.terms.divisor
+
     def accumulate(self, block: Block, payload: torch.Tensor, source: int, total: torch.Tensor) -> None:
         """total (+)= payload's share of the mean, in rank order; the first rank's replaces."""
-        factor = 1.0 if block.codec.divide_first else 1.0 / self.terms.divisor
-        context = self.context(block, source)
+        factor, context = self.share(block), self.context(block, source)
         if source:
             block.codec.decode_add(payload, total, factor, context)
         else:
@@ -202,24 +222,30 @@ class _Route:
         block: Block,
         finite: Condition,
         keep: dict[int, Condition],
-        decode: Callable[[torch.Tensor], None],
+        mean: "_Mean",
+        own: torch.Tensor,
     ) -> None:
-        """End a block: its residual, then its result, which `decode` writes, in place where that can be.
+        """End a block: its residual, then its result, which `mean` writes, in place where that can be.
 
         Residuals become what was not sent, where the step counts. The result is the mean, zero where no rank used the
-        slice, NaN where the unit isn't finite.
+        slice, NaN where the unit isn't finite. `own`: the first payload this rank made of the block.
         """
-        if self.port.remembers and block.compressed:
+        settled = self.settled(block)
+        if settled is None and self.port.remembers and block.compressed:
             self.port.settle(block, _Table(keep))
         if finite is False:
             self.gradients.fill(block, torch.nan)
             return
         spot = self.gradients.in_place(block) if finite is True else None
-        if spot is not None:
-            decode(spot[0])
+        if settled is not None and keep[block.segments[0].index] is True:
+            settled.codec.settle_mean(
+                settled.values, settled.residual, own, mean.payloads, mean.factor, mean.contexts
+            )
+        elif spot is not None:
+            mean.write(spot[0])
         else:
             result = self.scratch.borrow("block", block.numel, block.dtype, self.device)
-            decode(result)
+            mean.write(result)
             if isinstance(finite, torch.Tensor):
                 result = torch.where(finite, result, torch.full_like(result, torch.nan))
             self.gradients.store(block, result)
@@ -231,6 +257,28 @@ class _Route:
 
     def borrow_bytes(self, name: str, nbytes: int) -> torch.Tensor:
         return self.scratch.borrow(name, nbytes, torch.uint8, self.device)
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """factor * the sum of what payloads of one codec decode to, each with its context."""
+
+    codec: Codec
+    payloads: Sequence[torch.Tensor]
+    factor: float
+    contexts: Sequence[Context]
+
+    def write(self, out: torch.Tensor) -> None:
+        self.codec.decode_mean(self.payloads, out, self.factor, self.contexts)
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """A block whose codec parks nothing, and where its gradient and residual lie."""
+
+    codec: Settling
+    values: torch.Tensor
+    residual: torch.Tensor
 
 
 class _Table(Sequence[Condition]):
@@ -313,14 +361,14 @@ class _TwoShot(_Route):
             [None if peer == rank else second[peer] for peer in range(world_size)],
             lambda source: None,
         )
-        return self._finish(second)
+        return self._finish(outbox, second)
 
     def _inbox(self, name: str, sizes: list[int]) -> list[torch.Tensor]:
         """One view a rank of one buffer; the own view is empty."""
         sizes = [0 if peer == self.terms.rank else size for peer, size in enumerate(sizes)]
         return _split(self.borrow_bytes(name, sum(sizes)), sizes)
 
-    def _finish(self, second: list[torch.Tensor]) -> Condition:
+    def _finish(self, outbox: list[torch.Tensor], second: list[torch.Tensor]) -> Condition:
         good = torch.ones((), dtype=torch.bool, device=self.device)
         for owner, chunk in enumerate(self.unit.chunks):
             for block in chunk.blocks:
@@ -331,7 +379,8 @@ class _TwoShot(_Route):
         for owner, chunk in enumerate(self.unit.chunks):
             for block in chunk.blocks:
                 payload, context = _second_payload(second[owner], block), self.second_context(block, owner)
-                self.deliver(block, finite, keep, partial(block.second.decode, payload, context=context))
+                mean = _Mean(block.second, [payload], 1.0, [context])
+                self.deliver(block, finite, keep, mean, _payload(outbox[owner], block))
                 if owner == self.terms.rank and self.second_port.remembers and block.compressed:
                     self.second_port.settle(block, _Table(keep))
         return finite
@@ -377,12 +426,10 @@ class _Gather(_Route):
         finite = self.condition(good)
         keep = self.conditions(finite)
         for block in chunk.blocks:
-
-            def decode(mean: torch.Tensor, block: Block = block) -> None:
-                for source, message in enumerate(messages):
-                    self.accumulate(block, _payload(message, block), source, mean)
-
-            self.deliver(block, finite, keep, decode)
+            payloads = [_payload(message, block) for message in messages]
+            contexts = [self.context(block, source) for source in range(world_size)]
+            mean = _Mean(block.codec, payloads, self.share(block), contexts)
+            self.deliver(block, finite, keep, mean, payloads[rank])
         return finite
 
 
@@ -415,8 +462,9 @@ class _Sum(_Route):
         finite = self.condition(good)
         keep = self.conditions(finite)
         for block in chunk.blocks:
-            payload, context = _payload(message, block), self.context(block, 0)
-            self.deliver(block, finite, keep, partial(block.codec.decode, payload, context=context))
+            payload = _payload(message, block)
+            mean = _Mean(block.codec, [payload], 1.0, [self.context(block, 0)])
+            self.deliver(block, finite, keep, mean, payload)
         return finite
 
     def _runs(self, chunk: Chunk, message: torch.Tensor) -> list[torch.Tensor]:

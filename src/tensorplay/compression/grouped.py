@@ -9,16 +9,17 @@ one run.
 
 import functools
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
 import torch
 
-from tensorplay.compression.codec import Codec, Context, all_finite
+from tensorplay.compression.codec import Codec, Context, Settling, all_finite
 from tensorplay.compression.compiled import loops_for
 
 __all__ = [
+    "MEAN_LOOPS",
     "ROUNDINGS",
     "RUN_ELEMENTS",
     "SMALLEST_SCALE",
@@ -35,6 +36,8 @@ __all__ = [
     "name_with",
 ]
 
+MEAN_LOOPS = "tensorplay.compression.mean_loops"
+"""The module of the loops that end a step, for `loops_for`."""
 RUN_ELEMENTS = 1 << 16
 """Elements of a run: a quarter of a megabyte, so that a run and its temporaries fit a second-level cache."""
 SMALLEST_SCALE = 2.0**-120
@@ -170,8 +173,8 @@ def add_noise(values: torch.Tensor, run: Run) -> None:
 class GroupScaled(Codec):
     """Base of codecs that send a scale and G codes a group.
 
-    A subclass writes `_measure`, `_quantize` and `_levels`, each for one run of groups; and `_encoding_loop` and
-    `_decoding_loop` where compiled loops do the same.
+    A subclass writes `_measure`, `_quantize` and `_levels`, each for one run of groups; and `_encoding_loop`,
+    `_decoding_loop` and `_mean_loop` where compiled loops do the same.
 
     Args:
         group_size: values that share a scale. group_bytes: bytes of a group's codes.
@@ -208,6 +211,10 @@ class GroupScaled(Codec):
 
     def _decoding_loop(self, loops: Any) -> Any:
         """The loop that writes scale * level; it is called with codes, scales, out and accumulate. None: none can."""
+        return None
+
+    def _mean_loop(self, loops: Any) -> Any:
+        """The loop of the module `loops`, which is `mean_loops`, that ends a step. None: none can."""
         return None
 
     def wire_bytes(self, numel: int) -> int:
@@ -297,6 +304,50 @@ class GroupScaled(Codec):
             self._levels(run.codes, levels, run)
             run.values.addcmul_(levels, run.scales_column)
 
+    def decode_mean(
+        self,
+        payloads: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        factor: float,
+        contexts: Sequence[Context],
+    ) -> None:
+        """factor * scale * level of all payloads, two of them in one loop."""
+        done = 0
+        if len(payloads) > 1 and out.dtype == torch.float32:
+            done = self._mean_in_loops(out, None, payloads[0], payloads, factor, contexts[0])
+        if not done:
+            super().decode_mean(payloads, out, factor, contexts)
+            return
+        for payload, context in zip(payloads[done:], contexts[done:], strict=True):
+            self.decode_add(payload, out, factor, context)
+
+    def settling(self, values: torch.Tensor) -> Settling | None:
+        """This codec where compiled loops do all of it."""
+        loops, ends = loops_for(values), loops_for(values, MEAN_LOOPS)
+        if loops is None or self._encoding_loop(loops) is None or self._mean_loop(ends) is None:
+            return None
+        return self
+
+    def encode_sum(
+        self, values: torch.Tensor, addend: torch.Tensor, payload: torch.Tensor, context: Context
+    ) -> None:
+        """As `Settling.encode_sum`."""
+        self._encode(values, payload, context, addend)
+
+    def settle_mean(
+        self,
+        out: torch.Tensor,
+        residual: torch.Tensor,
+        own: torch.Tensor,
+        payloads: Sequence[torch.Tensor],
+        factor: float,
+        contexts: Sequence[Context],
+    ) -> None:
+        """As `Settling.settle_mean`; one payload, or two, in the loop that settles."""
+        done = self._mean_in_loops(out, residual, own, payloads, factor, contexts[0])
+        for payload, context in zip(payloads[done:], contexts[done:], strict=True):
+            self.decode_add(payload, out, factor, context)
+
     def is_finite(self, payload: torch.Tensor, numel: int, context: Context) -> torch.Tensor:
         """Whether every scale is finite."""
         return all_finite(self._parts(payload, numel)[0])
@@ -308,12 +359,12 @@ class GroupScaled(Codec):
         return payload[:border].view(self.scale_dtype), payload[border:].view(groups, self.group_bytes)
 
     def _factors(
-        self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context
+        self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context, name: str = "scales"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The payload's scales times `factor`, float32, and its codes."""
+        """The payload's scales times `factor`, float32, and its codes. `name`: of the scratch that may hold them."""
         scales, codes = self._parts(payload, out.numel())
         if scales.dtype != torch.float32 or factor != 1.0:
-            target = context.scratch.borrow("grouped/scales", scales.numel(), torch.float32, scales.device)
+            target = context.scratch.borrow(f"grouped/{name}", scales.numel(), torch.float32, scales.device)
             scales = target.copy_(scales) if factor == 1.0 else target.copy_(scales).mul_(factor)
         return scales, codes
 
@@ -355,6 +406,46 @@ class GroupScaled(Codec):
         if loop is not None:
             loop(codes.view(-1).numpy(), scales.numpy(), out.view(-1).numpy(), accumulate)
         return loop is not None
+
+    def _mean_in_loops(
+        self,
+        out: torch.Tensor,
+        residual: torch.Tensor | None,
+        own: torch.Tensor,
+        payloads: Sequence[torch.Tensor],
+        factor: float,
+        context: Context,
+    ) -> int:
+        """Settle `residual`, if it is given, and write the mean of the first payload, or the first two, to `out`.
+
+        Returns how many payloads are done: 0 where no loop can, or where it would spare nothing.
+        """
+        loops, ends = loops_for(out), loops_for(out, MEAN_LOOPS)
+        loop = None if ends is None or not out.numel() else self._mean_loop(ends)
+        if loop is None:
+            return 0
+        reads_own = residual is not None and own is not payloads[0]
+        sums = len(payloads) > 1 and adds_as_torch(loops) and (not reads_own or own is payloads[1])
+        if residual is None and not sums:
+            return 0
+        first, more = payloads[0], payloads[1] if sums else own
+        scales, codes = self._factors(first, out, factor, context)
+        more_scales, more_codes = self._factors(more, out, factor, context, "more_scales")
+        own_scales, _ = self._factors(own, out, 1.0, context, "own_scales")
+        settled = out if residual is None else residual
+        loop(
+            codes.view(-1).numpy(),
+            scales.numpy(),
+            more_codes.view(-1).numpy(),
+            more_scales.numpy(),
+            int(reads_own),
+            own_scales.numpy(),
+            sums,
+            residual is not None,
+            settled.view(-1).numpy(),
+            out.view(-1).numpy(),
+        )
+        return 2 if sums else 1
 
     def _runs(
         self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, context: Context

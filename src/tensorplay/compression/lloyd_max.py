@@ -98,6 +98,9 @@ class LloydMax2(GroupScaled):
     def _decoding_loop(self, loops: Any) -> Any:
         return loops.lloyd_max_decode
 
+    def _mean_loop(self, loops: Any) -> Any:
+        return loops.lloyd_max_mean
+
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         half = self.group_bytes // 2
         integers = unpack_bits(codes[:, :half], -2, 1)  # negative: -1, else 1

@@ -20,23 +20,25 @@ from typing import Any
 
 import numpy
 
-from tensorplay.compression.compiled import jit
+from tensorplay.compression.compiled import FUSED, jit
 
 __all__ = [
     "affine_decode",
     "affine_encode",
     "bytes_decode",
     "bytes_encode",
+    "bytes_levels",
     "fours_decode",
     "fours_encode",
+    "fours_levels",
     "lloyd_max_decode",
     "lloyd_max_encode",
+    "lloyd_max_levels",
     "signs_decode",
     "signs_encode",
+    "signs_levels",
 ]
 
-#: What is multiplied and added is rounded once, as in torch.addcmul: without it the last bit would be another.
-_FUSED = {"contract"}
 _FLOAT, _BYTE, _BITS, _WORD, _EIGHT = numpy.float32, numpy.uint8, numpy.int32, numpy.uint32, numpy.uint64
 _ONE, _ZERO = _FLOAT(1.0), _FLOAT(0.0)
 _INNER, _OUTER = _FLOAT(3.0), _FLOAT(10.0)
@@ -45,7 +47,7 @@ _OUTER_OR_INNER = _WORD(0x41200000 ^ 0x40400000)  # turns the bits of 10 into th
 #: Eight bytes of 0 or 1, read as one number and multiplied by this: its highest byte has the first of them in its
 #: highest bit, the last in its lowest. Its bits are 63, 54, 45, …, so that no two products meet.
 _GATHER, _TOP = _EIGHT(0x8040201008040201), _EIGHT(56)
-_NOT_SIGN = _BITS(0x7FFFFFFF)
+_NOT_SIGN, _SIGN_BIT = _BITS(0x7FFFFFFF), _BITS(-0x80000000)
 _INFINITY_BITS = _BITS(0x7F800000)
 _NAN_BITS = _BITS(0x7FC00000)
 _SHARE = _FLOAT(1.0 / 255.0)
@@ -80,11 +82,50 @@ def _store(levels: Any, scale: Any, first: int, size: int, out: Any, accumulate:
             out[first + i] = levels[i] * scale
 
 
+@jit(inline="always")
+def bytes_levels(signed: Any, at: int, size: int, levels: Any, start: int) -> None:
+    """The `size` codes int8 from `at` on, as levels from `start` on."""
+    for i in range(size):
+        levels[start + i] = _FLOAT(signed[at + i])
+
+
+@jit(inline="always")
+def fours_levels(signed: Any, at: int, size: int, levels: Any, start: int) -> None:
+    """As `bytes_levels`, with 4 bits: size / 2 bytes int8."""
+    half = size // 2
+    for i in range(half):
+        levels[start + i] = _FLOAT((_BITS(signed[at + i]) & _BITS(15)) - _BITS(8))
+    for i in range(half):
+        levels[start + half + i] = _FLOAT(_BITS(signed[at + i]) >> _BITS(4))
+
+
+@jit(inline="always")
+def signs_levels(codes: Any, at: int, size: int, level_bits: Any, start: int) -> None:
+    """The levels 1 and -1 of size / 8 bytes, as bits."""
+    for j in range(size // 8):
+        byte = _WORD(codes[at + j])
+        for k in range(8):
+            level_bits[start + 8 * j + k] = _ONE_BITS | ((byte << _WORD(24 + k)) & _SIGN)
+
+
+@jit(inline="always")
+def lloyd_max_levels(codes: Any, at: int, size: int, level_bits: Any, start: int) -> None:
+    """The levels 3 and 10, with their signs, of size / 4 bytes, as bits."""
+    plane = size // 8
+    for j in range(plane):
+        negative, inside = _WORD(codes[at + j]), _WORD(codes[at + plane + j])
+        for k in range(8):
+            inner = (inside >> _WORD(7 - k)) & _WORD(1)
+            level_bits[start + 8 * j + k] = (_OUTER_BITS ^ (inner * _OUTER_OR_INNER)) | (
+                (negative << _WORD(24 + k)) & _SIGN
+            )
+
+
 # The loops below are written out where a function called from two of them would read better: within a function, even
 # one put in its place by Numba, the compiler knows less of what it indexes, and takes up to twice as long.
 
 
-@jit(fastmath=_FUSED)
+@jit(fastmath=FUSED)
 def bytes_encode(
     values: Any, addend: Any, scales: Any, codes: Any, factor: Any, brief: bool, add: bool, subtract: bool
 ) -> None:
@@ -126,7 +167,7 @@ def bytes_encode(
                 signed[first + i] = numpy.int8(_BITS(numpy.rint(row[i] * inverse)))
 
 
-@jit(fastmath=_FUSED)
+@jit(fastmath=FUSED)
 def bytes_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> None:
     """out = scale * code, or, if `accumulate`, out += scale * code."""
     size = out.shape[0] // scales.shape[0]
@@ -134,12 +175,11 @@ def bytes_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> None:
     signed = codes.view(numpy.int8)
     for g in range(scales.shape[0]):
         first = g * size
-        for i in range(size):
-            levels[i] = _FLOAT(signed[first + i])
+        bytes_levels(signed, first, size, levels, 0)
         _store(levels, scales[g], first, size, out, accumulate)
 
 
-@jit(fastmath=_FUSED)
+@jit(fastmath=FUSED)
 def fours_encode(
     values: Any, addend: Any, scales: Any, codes: Any, factor: Any, brief: bool, add: bool, subtract: bool
 ) -> None:
@@ -178,7 +218,7 @@ def fours_encode(
                 values[first + i] = row[i] - numpy.rint(row[i] * inverse) * scale
 
 
-@jit(fastmath=_FUSED)
+@jit(fastmath=FUSED)
 def fours_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> None:
     """As `bytes_decode` with 4 bits."""
     size = out.shape[0] // scales.shape[0]
@@ -186,11 +226,7 @@ def fours_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> None:
     levels = numpy.empty(size, _FLOAT)
     signed = codes.view(numpy.int8)
     for g in range(scales.shape[0]):
-        at = g * half
-        for i in range(half):
-            levels[i] = _FLOAT((_BITS(signed[at + i]) & _BITS(15)) - _BITS(8))
-        for i in range(half):
-            levels[half + i] = _FLOAT(_BITS(signed[at + i]) >> _BITS(4))
+        fours_levels(signed, g * half, size, levels, 0)
         _store(levels, scales[g], g * size, size, out, accumulate)
 
 
@@ -204,7 +240,7 @@ def _mean_scale(values: Any, scales: Any, g: int, factor: Any, brief: bool) -> b
     return bool((scale_bits[g] & _NOT_SIGN) < _INFINITY_BITS)
 
 
-@jit(fastmath=_FUSED)
+@jit(fastmath=FUSED)
 def signs_encode(
     values: Any, addend: Any, scales: Any, codes: Any, factor: Any, brief: bool, add: bool, subtract: bool
 ) -> None:
@@ -232,23 +268,19 @@ def signs_encode(
                 values[first + i] = row[i] - (-scale if row[i] < _ZERO else scale)
 
 
-@jit(fastmath=_FUSED)
+@jit(fastmath=FUSED)
 def signs_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> None:
     """out = -scale where the code is 1, else scale; or, if `accumulate`, that is added to out."""
     size = out.shape[0] // scales.shape[0]
-    row_bytes = size // 8
     levels = numpy.empty(size, _FLOAT)
     level_bits = levels.view(_WORD)
     for g in range(scales.shape[0]):
-        at = g * row_bytes
-        for j in range(row_bytes):
-            byte = _WORD(codes[at + j])
-            for k in range(8):
-                level_bits[8 * j + k] = _ONE_BITS | ((byte << _WORD(24 + k)) & _SIGN)
-        _store(levels, scales[g], g * size, size, out, accumulate)
+        first = g * size
+        signs_levels(codes, first // 8, size, level_bits, 0)
+        _store(levels, scales[g], first, size, out, accumulate)
 
 
-@jit(fastmath=_FUSED)
+@jit(fastmath=FUSED)
 def lloyd_max_encode(
     values: Any,
     addend: Any,
@@ -296,7 +328,7 @@ def lloyd_max_encode(
                 values[first + i] = row[i] - (-level if row[i] < _ZERO else level) * scale
 
 
-@jit(fastmath=_FUSED)
+@jit(fastmath=FUSED)
 def lloyd_max_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> None:
     """out = sign * level * scale, the level 3 or 10; or, if `accumulate`, that is added to out."""
     size = out.shape[0] // scales.shape[0]
@@ -304,14 +336,7 @@ def lloyd_max_decode(codes: Any, scales: Any, out: Any, accumulate: bool) -> Non
     levels = numpy.empty(size, _FLOAT)
     level_bits = levels.view(_WORD)
     for g in range(scales.shape[0]):
-        at, middle = g * 2 * plane, g * 2 * plane + plane
-        for j in range(plane):
-            negative, inside = _WORD(codes[at + j]), _WORD(codes[middle + j])
-            for k in range(8):
-                inner = (inside >> _WORD(7 - k)) & _WORD(1)
-                level_bits[8 * j + k] = (_OUTER_BITS ^ (inner * _OUTER_OR_INNER)) | (
-                    (negative << _WORD(24 + k)) & _SIGN
-                )
+        lloyd_max_levels(codes, g * 2 * plane, size, level_bits, 0)
         _store(levels, scales[g], g * size, size, out, accumulate)
 
 
@@ -320,7 +345,8 @@ def affine_encode(values: Any, scales: Any, zeros: Any, codes: Any) -> None:
     """code = round(value / scale) + zero;  scale = (high - low) / 255, at least 2^-120.
 
     zero = round(-low / scale) - 128. low and high include 0; where a value is NaN, one of them is, and so is the scale.
-    Bits of negative floats, all but the sign turned around, are in order with those of positive ones.
+    As integers, bits of floats that aren't negative are in their order and above all others; with the sign turned
+    around, so are those of the negative ones, the lowest on top.
 
     Shapes: scales (groups,) float32; zeros (groups,) and codes (groups x group_size,) int8.
     """
@@ -330,42 +356,38 @@ def affine_encode(values: Any, scales: Any, zeros: Any, codes: Any) -> None:
     ends = numpy.empty(2, _FLOAT)
     end_bits = ends.view(_BITS)
     for g in range(groups):
-        some, some_bits = values[g * size : (g + 1) * size], bits[g * size : (g + 1) * size]
-        row = codes[g * size : (g + 1) * size]
-        least, greatest = _BITS(0), _BITS(0)
+        first = g * size
+        depth, height = _BITS(0), _BITS(0)
         for i in range(size):
-            ordered = some_bits[i] ^ ((some_bits[i] >> _BITS(31)) & _NOT_SIGN)
-            least = min(least, ordered)
-            greatest = max(greatest, ordered)
-        end_bits[0] = least ^ ((least >> _BITS(31)) & _NOT_SIGN)
-        end_bits[1] = greatest
-        low = ends[0] * _SHARE  # divided before they are subtracted: the range may overflow
-        scales[g] = ends[1] * _SHARE - low
+            height = max(height, bits[first + i])
+            depth = max(depth, bits[first + i] ^ _SIGN_BIT)
+        end_bits[0], end_bits[1] = depth, height
+        below = ends[0] * _SHARE  # divided before they are added: the range may overflow
+        scales[g] = ends[1] * _SHARE + below
         scale_bits[g] = max(scale_bits[g] & _NOT_SIGN, _SMALLEST_SCALE_BITS)
         if scale_bits[g] >= _INFINITY_BITS:
             zeros[g] = 0
-            row[:] = 0
+            codes[first : first + size] = 0
             continue
         inverse = _ONE / scales[g]
-        zero = numpy.rint((low * _FLOAT(-255.0)) * inverse) - _FLOAT(128.0)
+        zero = numpy.rint((below * _FLOAT(255.0)) * inverse) - _FLOAT(128.0)
         zeros[g] = numpy.int8(_BITS(zero))
         for i in range(size):
-            level = numpy.rint(some[i] * inverse) + zero
-            row[i] = numpy.int8(_BITS(max(_FLOAT(-128.0), min(_FLOAT(127.0), level))))
+            level = _BITS(numpy.rint(values[first + i] * inverse) + zero)
+            codes[first + i] = numpy.int8(max(_BITS(-128), min(_BITS(127), level)))
 
 
-@jit(fastmath=_FUSED)
+@jit(fastmath=FUSED)
 def affine_decode(codes: Any, scales: Any, zero: Any, out: Any, accumulate: bool) -> None:
     """out = scale * (code - zero), or, if `accumulate`, that is added to out. Shapes: codes int8; zero float32."""
     groups = scales.shape[0]
     size = out.shape[0] // groups
     for g in range(groups):
-        some = out[g * size : (g + 1) * size]
-        row = codes[g * size : (g + 1) * size]
+        first = g * size
         scale, shift = scales[g], zero[g]
         if accumulate:
             for i in range(size):
-                some[i] = some[i] + (_FLOAT(row[i]) - shift) * scale
+                out[first + i] = out[first + i] + (_FLOAT(codes[first + i]) - shift) * scale
         else:
             for i in range(size):
-                some[i] = (_FLOAT(row[i]) - shift) * scale
+                out[first + i] = (_FLOAT(codes[first + i]) - shift) * scale

@@ -4,6 +4,7 @@ Quantization with a scale per group of values, not per tensor, keeps one outlier
 (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", section 2).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -13,6 +14,7 @@ from tensorplay.compression.bitpack import pack_fours, unpack_fours
 from tensorplay.compression.codec import Codec, Context, all_finite
 from tensorplay.compression.compiled import loops_for
 from tensorplay.compression.grouped import (
+    MEAN_LOOPS,
     ROUNDINGS,
     RUN_ELEMENTS,
     SMALLEST_SCALE,
@@ -115,6 +117,9 @@ class SymmetricInteger(GroupScaled):
     def _decoding_loop(self, loops: Any) -> Any:
         return loops.bytes_decode if self.bits == 8 else loops.fours_decode
 
+    def _mean_loop(self, loops: Any) -> Any:
+        return loops.bytes_mean if self.bits == 8 else loops.fours_mean
+
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         if self.bits == 8:
             levels.copy_(codes.view(torch.int8))
@@ -199,16 +204,19 @@ class AffineUint8(Codec):
 
     def decode(self, payload: torch.Tensor, out: torch.Tensor, context: Context) -> None:
         """Write scale * (code - zero) to `out`."""
+        self.decode_scaled(payload, out, 1.0, context)
+
+    def decode_scaled(
+        self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context
+    ) -> None:
+        """Write factor * scale * (code - zero) to `out`; the product of factor and scale is made once a group."""
         if out.dtype != torch.float32:
             values = context.scratch.borrow("affine/decoded", out.numel(), torch.float32, out.device)
-            self.decode(payload, values, context)
+            self.decode_scaled(payload, values, factor, context)
             out.copy_(values)
             return
-        scales, zeros, codes = self._parts(payload, out.numel())
-        if not scales.numel():
-            return
-        zero = self._zero(zeros, context)
-        if self._decoded_in_loops(codes, scales, zero, out, False):
+        scales, zero, codes = self._factors(payload, out, factor, context)
+        if not scales.numel() or self._decoded_in_loops(codes, scales, zero, out, False):
             return
         for part, target, source in self._runs(out.view(scales.numel(), -1), codes):
             target.copy_(source).sub_(zero[part].unsqueeze(1)).mul_(scales[part].unsqueeze(1))
@@ -218,20 +226,41 @@ class AffineUint8(Codec):
         if out.dtype != torch.float32:
             super().decode_add(payload, out, factor, context)
             return
-        scales, zeros, codes = self._parts(payload, out.numel())
-        if not scales.numel():
-            return
-        zero = self._zero(zeros, context)
-        scaled = context.scratch.borrow("affine/scaled", scales.numel(), torch.float32, out.device)
-        torch.mul(scales, factor, out=scaled)
-        if self._decoded_in_loops(codes, scaled, zero, out, True):
+        scales, zero, codes = self._factors(payload, out, factor, context)
+        if not scales.numel() or self._decoded_in_loops(codes, scales, zero, out, True):
             return
         for part, target, source in self._runs(out.view(scales.numel(), -1), codes):
             work = context.scratch.borrow("affine/work", source.numel(), torch.float32, out.device).view(
                 source.shape
             )
             work.copy_(source).sub_(zero[part].unsqueeze(1))
-            target.addcmul_(work, scaled[part].unsqueeze(1))
+            target.addcmul_(work, scales[part].unsqueeze(1))
+
+    def decode_mean(
+        self,
+        payloads: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        factor: float,
+        contexts: Sequence[Context],
+    ) -> None:
+        """factor * scale * (code - zero) of all payloads, the first two in one loop."""
+        loops, ends = loops_for(out), loops_for(out, MEAN_LOOPS)
+        if ends is None or len(payloads) < 2 or not out.numel() or not adds_as_torch(loops):
+            super().decode_mean(payloads, out, factor, contexts)
+            return
+        scales, zero, codes = self._factors(payloads[0], out, factor, contexts[0])
+        more_scales, more_zero, more_codes = self._factors(payloads[1], out, factor, contexts[1], "more/")
+        ends.affine_mean(
+            codes.view(-1).numpy(),
+            scales.numpy(),
+            zero.numpy(),
+            more_codes.view(-1).numpy(),
+            more_scales.numpy(),
+            more_zero.numpy(),
+            out.view(-1).numpy(),
+        )
+        for payload, context in zip(payloads[2:], contexts[2:], strict=True):
+            self.decode_add(payload, out, factor, context)
 
     def is_finite(self, payload: torch.Tensor, numel: int, context: Context) -> torch.Tensor:
         """Whether every scale is finite."""
@@ -258,10 +287,17 @@ class AffineUint8(Codec):
         )
         return True
 
-    @staticmethod
-    def _zero(zeros: torch.Tensor, context: Context) -> torch.Tensor:
-        zero = context.scratch.borrow("affine/zero", zeros.numel(), torch.float32, zeros.device)
-        return zero.copy_(zeros.view(torch.int8))
+    def _factors(
+        self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context, name: str = ""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The payload's scales times `factor` and its zero points, float32, and its codes. `name`: of the scratch."""
+        scales, zeros, codes = self._parts(payload, out.numel())
+        borrow, groups = context.scratch.borrow, scales.numel()
+        scaled = torch.mul(
+            scales, factor, out=borrow(f"affine/{name}scaled", groups, torch.float32, out.device)
+        )
+        zero = borrow(f"affine/{name}zero", groups, torch.float32, out.device)
+        return scaled, zero.copy_(zeros.view(torch.int8)), codes
 
     @staticmethod
     def _runs(table: torch.Tensor, codes: torch.Tensor) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:

@@ -56,5 +56,8 @@ class Sign(GroupScaled):
     def _decoding_loop(self, loops: Any) -> Any:
         return loops.signs_decode
 
+    def _mean_loop(self, loops: Any) -> Any:
+        return loops.signs_mean
+
     def _levels(self, codes: torch.Tensor, levels: torch.Tensor, run: Run) -> None:
         levels.copy_(unpack_bits(codes, -2, 1))

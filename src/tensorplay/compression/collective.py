@@ -11,8 +11,6 @@ Every byte is counted where it enters a transfer, in `channel.traffic` and in `t
 """
 
 import contextlib
-import os
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +20,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+
+from tensorplay.compression.failures import FailureBoard
 
 __all__ = [
     "Channel",
@@ -171,7 +171,7 @@ class LaneChannel:
         # keep every other lane of this process from the store, also the one that the late rank waits for.
         self._store = c10d.PrefixStore(prefix, _own_connection(store))
         self._timeout = timeout
-        self._store.set(f"process/{rank}", f"{socket.gethostname()} {os.getpid()}")
+        self.failures = FailureBoard(self._store, rank, world_size, timeout)
         self._gloo: Any = None
 
     def connect(self) -> None:
@@ -320,65 +320,6 @@ class LaneChannel:
         for part, work in zip(filled, leaving, strict=True):
             _wait(work)  # what is being sent may not change
             flats[part].copy_(rooms[part])
-
-    def report_failure(self, text: str) -> None:
-        """Tell the peers what failed here, then close, and leave them a moment to read it."""
-        peers = [f"read/{peer}" for peer in self._peers()]
-        try:
-            verdict = self._store.compare_set("verdict", "", text)
-            self.close()
-            if (
-                peers and verdict == text.encode()
-            ):  # somebody else's failure came first otherwise, and is being read
-                self._store.wait(peers, timedelta(seconds=min(5.0, self._timeout.total_seconds())))
-        except (RuntimeError, dist.DistError):
-            self.close()  # the store's host is gone: nobody is left to tell
-
-    def explain_failure(self) -> str | None:
-        """Return who failed and why, as far as the store knows; None when the store can't be reached."""
-        try:
-            if not self._store.check(["verdict"]):
-                missing = self._roll_call()
-                if missing:
-                    self._store.compare_set("verdict", "", missing)
-                elif not self._store.check(["verdict"]):
-                    return ""
-            text: str = self._store.get("verdict").decode()
-            self._store.set(f"read/{self.rank}", "1")
-            return text
-        except (RuntimeError, dist.DistError):
-            return None
-
-    def _roll_call(self) -> str:
-        """Ask who is there; returns the text that names the ranks that are not, or ''."""
-        self._store.set(f"alive/{self.rank}", "1")
-        silent = []
-        deadline_seconds = min(5.0, self._timeout.total_seconds())
-        try:
-            self._store.wait([f"alive/{peer}" for peer in self._peers()], timedelta(seconds=deadline_seconds))
-        except (RuntimeError, dist.DistError):
-            silent = [peer for peer in self._peers() if not self._store.check([f"alive/{peer}"])]
-        gone = [peer for peer in silent if not self._is_running(peer)]
-        named = sorted(gone or silent)
-        if not named:
-            return ""
-        ranks = ", ".join(str(rank) for rank in named)
-        return f"rank {ranks} did not answer within {deadline_seconds:g} s: its process ended or lost its connection"
-
-    def _is_running(self, peer: int) -> bool:
-        """False when `peer` is known to be a process of this host that has ended, or never came."""
-        if not self._store.check([f"process/{peer}"]):
-            return False
-        host, pid = self._store.get(f"process/{peer}").decode().rsplit(" ", 1)
-        return host == socket.gethostname() and _process_runs(int(pid))
-
-
-def _process_runs(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 class GroupChannel:

@@ -141,9 +141,9 @@ class _Shared:
         if own_fault:
             verdict = f"rank {self.rank} failed: {text}"
             if channel is not None:
-                channel.report_failure(verdict)
+                channel.failures.report(verdict, channel.close)
         else:
-            verdict = channel.explain_failure() if channel is not None else None
+            verdict = channel.failures.explain() if channel is not None else None
             if verdict is None:
                 verdict = f"the rendezvous store does not answer (the rank that hosts it has ended): {text}"
             elif not verdict:

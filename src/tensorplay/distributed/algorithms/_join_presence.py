@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from tensorplay.compression.collective import _process_runs, group_store, name_missing_ranks
+from tensorplay.compression.collective import group_store, name_missing_ranks
+from tensorplay.compression.failures import process_runs
 
 __all__ = ["MAX_RANKS", "Notice", "Whereabouts", "describe_group", "is_group_failure"]
 
@@ -154,7 +155,7 @@ class Whereabouts:
         if not self._store.check([f"process/{rank}"]):
             return False
         process, host = self._store.get(f"process/{rank}").decode().split(" ", 1)
-        return bool(host == socket.gethostname() and not _process_runs(int(process)))
+        return bool(host == socket.gethostname() and not process_runs(int(process)))
 
 
 def is_group_failure(error: BaseException) -> bool:

@@ -5,11 +5,11 @@
 Columns, each the time of `copy_` over the time of what it names, so larger is faster:
 
     feedback    encode with error feedback: residual += gradient, encode it, residual -= decode(payload)
-    parked      the same as exchanges do it, which may not touch the residual before all ranks are known to be finite:
-                gradient += residual, encode it, gradient -= decode(payload); later residual = gradient
     encode      encoding alone
     decode      payloads to a float32 gradient
     add         payloads times 1/2 added to a float32 gradient
+    step        all a codec does in a step of two ranks: encode gradient + residual; then, since no residual may change
+                before the step is known to be finite everywhere, settle the residual and write the mean of two payloads
 
 The gradient is worked through in blocks, as exchanges do; each block is timed. Within a round everything runs once,
 right after a `copy_` of its own. A figure takes each block's best of all rounds, for the codec and for its `copy_`, so
@@ -52,7 +52,7 @@ CODECS = [
     "topk:0.001",
     "randomk:0.01",
 ]
-COLUMNS = ("feedback", "parked", "encode", "decode", "add")
+COLUMNS = ("feedback", "encode", "decode", "add", "step")
 #: The least that is asked for, on one core.
 GOALS = {
     "int8:group_size=512": {"feedback": 0.35, "decode": 0.9},
@@ -79,6 +79,7 @@ class Bench:
             torch.empty(codec.wire_bytes(block.stop - block.start), dtype=torch.uint8)
             for block in self.blocks
         ]
+        self.theirs = [codec.compress(self.original[block]) for block in self.blocks]
 
     def copy(self, block: slice, payload: torch.Tensor) -> None:
         self.result[block].copy_(self.gradient[block])
@@ -93,11 +94,23 @@ class Bench:
     def feedback(self, block: slice, payload: torch.Tensor) -> None:
         self.encode_sum(self.residual[block], self.gradient[block], payload)
 
-    def park(self, block: slice, payload: torch.Tensor) -> None:
-        self.encode_sum(self.gradient[block], self.residual[block], payload)
+    def begin(self, block: slice, payload: torch.Tensor) -> None:
+        settling = self.codec.settling(self.gradient[block])
+        if settling is not None:
+            settling.encode_sum(self.gradient[block], self.residual[block], payload, self.context)
+        else:
+            self.encode_sum(self.gradient[block], self.residual[block], payload)
 
-    def settle(self, block: slice, payload: torch.Tensor) -> None:
-        self.residual[block].copy_(self.gradient[block])
+    def end(self, block: slice, payload: torch.Tensor) -> None:
+        gradient, residual = self.gradient[block], self.residual[block]
+        theirs = self.theirs[block.start // (self.blocks[0].stop)]
+        payloads, contexts = [payload, theirs], [self.context] * 2
+        settling = self.codec.settling(gradient)
+        if settling is not None:
+            settling.settle_mean(gradient, residual, payload, payloads, 0.5, contexts)
+        else:
+            residual.copy_(gradient)
+            self.codec.decode_mean(payloads, gradient, 0.5, contexts)
 
     def encode(self, block: slice, payload: torch.Tensor) -> None:
         self.codec.encode(self.gradient[block], payload, self.context)
@@ -113,10 +126,10 @@ class Bench:
         tasks = {
             "copy": [self.copy],
             "feedback": [self.feedback],
-            "parked": [self.park, self.settle],
             "encode": [self.encode],
             "decode": [self.decode],
             "add": [self.add],
+            "step": [self.begin, self.end],
         }
         self.gradient.copy_(self.original)
         self.residual.copy_(self.original).mul_(1e-2)

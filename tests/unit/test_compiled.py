@@ -121,6 +121,69 @@ def test_groups_that_are_not_finite_do_no_harm_to_others(
     assert not bool(codec.is_finite(codec.compress(values, context), len(values), context))
 
 
+class Coarse(quantize.SymmetricInteger):
+    """Levels of its own, and no loops that know them."""
+
+    def _quantize(self, run: grouped.Run) -> torch.Tensor | None:
+        super()._quantize(run)
+        run.codes.view(torch.int8).bitwise_and_(-4)
+        return None
+
+
+class Halved(quantize.AffineUint8):
+    def decode_scaled(
+        self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context
+    ) -> None:
+        super().decode_scaled(payload, out, factor / 2, context)
+
+    def decode_add(self, payload: torch.Tensor, out: torch.Tensor, factor: float, context: Context) -> None:
+        super().decode_add(payload, out, factor / 2, context)
+
+
+@pytest.mark.parametrize("codec", [Coarse(8), Halved(128)], ids=["own levels", "own scale"])
+def test_a_subclass_with_arithmetic_of_its_own_inherits_no_loop(codec: grouped.Codec) -> None:
+    values, other = vectors(1280, 1.0)
+    payloads, contexts = [codec.compress(values), codec.compress(other)], [Context(), Context(rank=1)]
+    expected, mean = torch.empty(1280), torch.empty(1280)
+    codec.decode_scaled(payloads[0], expected, 0.5, contexts[0])
+    codec.decode_add(payloads[1], expected, 0.5, contexts[1])
+    codec.decode_mean(payloads, mean, 0.5, contexts)
+    assert torch.equal(mean, expected)
+    assert codec.settling(values) is None
+
+
+def test_what_is_kept_is_compiled_again_when_any_loop_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "some_loops.py"
+    source.write_text(
+        "from tensorplay.compression.compiled import jit\n\n\n@jit\ndef add(x, y):\n    return x + y\n"
+    )
+
+    def is_compiled_for(sources: str) -> bool:
+        monkeypatch.setattr(compiled, "_fingerprint", lambda: sources)
+        spec = importlib.util.spec_from_file_location("some_loops", source)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.add(1, 2) == 3
+        return bool(module.add.stats.cache_misses)
+
+    assert [is_compiled_for(sources) for sources in ("old", "old", "new", "new")] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_the_fingerprint_is_of_all_loops() -> None:
+    loops = compiled.loops_for(torch.zeros(1))
+    assert loops.bytes_encode._cache._cache_file._source_stamp[1] == compiled._fingerprint()
+    assert len(compiled._fingerprint()) == 64
+
+
 class TestWithoutThem:
     def fresh(self, monkeypatch: pytest.MonkeyPatch) -> bool:
         monkeypatch.setattr(compiled, "is_compiled", compiled.is_compiled.__wrapped__)

@@ -51,6 +51,19 @@ class TestPlan:
             UNIT_ELEMENTS + 2048,
         ]
 
+    def test_a_codec_of_whole_buckets_gets_one_block(self) -> None:
+        codec = make_codec("uint8:none")
+        entries = [Entry(numel, codec, None, index) for index, numel in enumerate([20_000, 100, 30_000])]
+        (unit,) = plan_units(entries, 1, Identity(), torch.float32, whole=True)
+        assert [block.numel for block in unit.chunks[0].blocks] == [50_100]
+
+    def test_what_blocks_park_lies_side_by_side(self) -> None:
+        for unit in plan(make_codec("int8"), 3, SIZES):
+            blocks = [block for chunk in unit.chunks for block in chunk.blocks]
+            assert [block.parked_at for block in blocks] == [
+                sum(before.numel for before in blocks[:at]) for at in range(len(blocks))
+            ]
+
 
 def together(exchanges: list[Exchange], turn: Callable[[int], None]) -> list[object]:
     """Run one exchange a rank to its end; `turn` is told whose turn it is. Returns their verdicts."""
@@ -89,7 +102,7 @@ class Ranks:
 
     def __init__(self, spec: str, route: str, compiles: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
         self.codec, self.route, self.compiles = make_codec(spec), route, compiles
-        self.monkeypatch = monkeypatch
+        self.monkeypatch, self.dtype = monkeypatch, torch.float32
         self.size = len(compiles)
         parts = self.size if route == "two-shot" else 1
         self.units = plan(self.codec, parts, SIZES)
@@ -114,6 +127,7 @@ class Ranks:
         """One step; `bad` is added to a gradient of the last rank, and no rank used slice `unused`. The results."""
         generator = torch.Generator().manual_seed(number)
         gradients = [[torch.randn(numel, generator=generator) for numel in SIZES] for _ in self.compiles]
+        gradients = [[one.to(self.dtype) for one in mine] for mine in gradients]
         gradients[-1][0][17] += bad
         used = [index != unused for index in range(len(SIZES))]
         for unit in self.units:
@@ -249,3 +263,17 @@ def test_a_mean_without_feedback_is_the_same_with_loops(
     ]
     assert torch.equal(runs[0][0], runs[0][1])
     torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-6, atol=1e-6)
+
+
+def test_scratch_of_half_gradients_is_bounded_by_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks("int8", "gather", [False, False], monkeypatch)
+    ranks.dtype = torch.bfloat16
+    for number in range(3):
+        first, second = ranks.step(number)
+        assert torch.equal(first, second)
+    parked = [
+        buffer.numel()
+        for (name, *_), buffer in ranks.scratch[0]._buffers.items()
+        if name.startswith("parked")
+    ]
+    assert parked == [sum(ranks.codec.padded(numel) for numel in SIZES)]

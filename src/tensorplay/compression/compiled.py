@@ -10,11 +10,14 @@ What is compiled is kept in `__pycache__`, or in the user's cache folder where t
 seconds once, and not once a process. Where nothing can be kept, each process compiles for itself.
 """
 
+import contextlib
 import functools
+import hashlib
 import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, overload
 
@@ -97,13 +100,25 @@ def jit(function: Any = None, *, fastmath: Any = False, inline: str = "never") -
     settings = {"nogil": True, "error_model": "numpy", "fastmath": fastmath, "inline": inline}
     try:
         return _kept_if_possible(numba.njit(cache=True, **settings)(function))
-    except RuntimeError:  # no folder to keep it in
+    except (RuntimeError, AttributeError):  # no folder to keep it in, or a release that keeps it otherwise
         return numba.njit(**settings)(function)
 
 
+@functools.cache
+def _fingerprint() -> str:
+    """Of the source of all loops here: one module's are put into another's, which Numba's own stamp doesn't see."""
+    sources = [Path(__file__), *sorted(Path(__file__).parent.glob("*loops.py"))]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
 def _kept_if_possible(dispatcher: Any) -> Any:
-    """Keep a full disk from ending a training run: Numba reads and writes its cache when a loop is first called."""
+    """Keep what is compiled until any loop changes, and keep a full disk from ending a training run.
+
+    Numba reads and writes its cache when a loop is first called.
+    """
     cache = dispatcher._cache
+    with contextlib.suppress(OSError):  # no source to read: then none changes
+        cache._cache_file._source_stamp = cache._cache_file._source_stamp, _fingerprint()
     load, save = cache.load_overload, cache.save_overload
 
     def try_to_load(*arguments: Any) -> Any:

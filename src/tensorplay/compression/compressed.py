@@ -15,7 +15,7 @@ from tensorplay.compression.error_feedback import ErrorFeedback, GradientPort, P
 from tensorplay.compression.exchange import ROUTES, Terms, choose_route, exchange_unit
 from tensorplay.compression.memory import Tensors
 from tensorplay.compression.participation import divisor
-from tensorplay.compression.plan import BLOCK_ELEMENTS, UNIT_ELEMENTS, Entry, Unit, owned_ranges, plan_units
+from tensorplay.compression.plan import UNIT_ELEMENTS, Entry, Unit, owned_ranges, plan_units
 from tensorplay.compression.rounds import Exchange, Scratch
 from tensorplay.compression.schedule import Policy, Uniform
 from tensorplay.compression.state import HookState, StateDict
@@ -79,7 +79,6 @@ class CodecState(HookState):
             "route": self.route,
             "seed": self.seed,
             "unit_elements": UNIT_ELEMENTS,
-            "block_elements": BLOCK_ELEMENTS,
         }
 
     # Planning -------------------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ def write_where(condition: Condition, source: torch.Tensor, target: torch.Tensor
 class Port:
     """What an exchange reads a block's values from, and tells what became of them."""
 
-    #: Whether what was not sent is asked for: then every compressed block is parked, and later settled.
+    #: Whether what was not sent is asked for: then every compressed block is parked, and later settled, but those whose
+    #: codec does without (see `Codec.settling`).
     remembers = False
 
     def load(self, block: Block, out: torch.Tensor) -> None:
@@ -131,7 +132,10 @@ class ErrorFeedback(Port):
         if self._port.values[block.segments[0].index].dtype == torch.float32:
             self._port.store(block, left)
             return
-        room = scratch.borrow(f"parked/{len(self._rooms)}", block.numel, block.dtype, left.device)
+        # What an exchange parked before stays where it is if the buffer has to grow.
+        room = scratch.borrow("parked", block.parked_at + block.numel, block.dtype, left.device)[
+            block.parked_at :
+        ]
         room.copy_(left)
         self._rooms[id(block)] = room
 

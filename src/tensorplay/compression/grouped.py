@@ -141,8 +141,23 @@ def adds_as_torch(loops: Any) -> bool:
     total, scales = torch.randn(64, 128, generator=generator), torch.randn(64, 1, generator=generator)
     codes = torch.arange(64 * 128, dtype=torch.int32).remainder_(255).sub_(127).to(torch.int8)
     expected = torch.addcmul(total, codes.view(64, 128).float(), scales)
-    loops.bytes_decode(codes.view(torch.uint8).numpy(), scales.view(-1).numpy(), total.view(-1).numpy(), True)
-    return torch.equal(total, expected)
+    levels, numbers, found = codes.view(torch.uint8).numpy(), scales.view(-1).numpy(), total.clone()
+    loops.bytes_decode(levels, numbers, found.view(-1).numpy(), True)
+    pair = torch.addcmul(codes.view(64, 128).float().mul_(scales), codes.view(64, 128).float(), scales)
+    mean, ends = torch.empty_like(total), loops_for(total, MEAN_LOOPS)
+    ends.bytes_mean(
+        levels,
+        numbers,
+        levels,
+        numbers,
+        0,
+        numbers,
+        True,
+        False,
+        mean.view(-1).numpy(),
+        mean.view(-1).numpy(),
+    )
+    return torch.equal(found, expected) and torch.equal(mean, pair)
 
 
 def as_array(tensor: torch.Tensor) -> Any:
@@ -170,6 +185,13 @@ def add_noise(values: torch.Tensor, run: Run) -> None:
     values.add_(noise, alpha=2.0**-16).add_(0.5 + 2.0**-17)  # draws are -32768 .. 32767
 
 
+_ARITHMETIC = {
+    *("_measure", "_quantize", "_levels", "_encode", "_parts", "encode", "encode_residual"),
+    *("decode", "decode_scaled", "decode_add"),
+}
+"""What a codec's loops must agree with."""
+
+
 class GroupScaled(Codec):
     """Base of codecs that send a scale and G codes a group.
 
@@ -184,6 +206,14 @@ class GroupScaled(Codec):
 
     #: Scales are multiplied by this before they are rounded to bfloat16.
     _scale_margin = 1.0
+
+    def __init_subclass__(cls) -> None:
+        """A subclass with arithmetic of its own inherits no loops, which would go on with that of its parent."""
+        super().__init_subclass__()
+        if not _ARITHMETIC.isdisjoint(cls.__dict__):
+            for loop in ("_encoding_loop", "_decoding_loop", "_mean_loop"):
+                if loop not in cls.__dict__:
+                    setattr(cls, loop, getattr(GroupScaled, loop))
 
     def __init__(self, group_size: int, group_bytes: int, scale_dtype: torch.dtype | str) -> None:
         self.group_size = group_size
@@ -345,6 +375,8 @@ class GroupScaled(Codec):
     ) -> None:
         """As `Settling.settle_mean`; one payload, or two, in the loop that settles."""
         done = self._mean_in_loops(out, residual, own, payloads, factor, contexts[0])
+        if not done:
+            raise RuntimeError(f"{self.name} has no loop that settles such values: see `settling`")
         for payload, context in zip(payloads[done:], contexts[done:], strict=True):
             self.decode_add(payload, out, factor, context)
 

@@ -31,7 +31,8 @@ __all__ = [
 BLOCK_ELEMENTS = 1 << 21
 """Values of one call of a codec: enough that calling costs little; codecs go through it in runs that fit the cache."""
 UNIT_ELEMENTS = 1 << 21
-"""Elements of one exchange: enough to fill the wire, few enough that one is encoded while another is sent."""
+"""Elements of one exchange, or an eighth more: enough to fill the wire, few enough that one is encoded while another
+is sent."""
 _LONG_ELEMENTS = 1 << 14
 """Pieces of at least this many elements are worth a call of a codec of their own."""
 _HEADER_BYTES = 16  # 8 of fingerprint, then one flag a slice, rounded up
@@ -54,7 +55,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Block:
-    """One vector for a codec: its segments, and where its payloads and its mean lie."""
+    """One vector for a codec: its segments, and where its payloads, its mean (bytes) and what it parks (values) lie."""
 
     codec: Codec
     second: Codec
@@ -68,6 +69,7 @@ class Block:
     second_offset: int
     second_bytes: int
     mean_offset: int
+    parked_at: int
     compressed: bool
 
     @property
@@ -183,7 +185,7 @@ def plan_units(
             pieces = _cover(raw, *span)
             if pieces:
                 drafts[-1][part].append((plain, plain, False, pieces))
-    return [_lay_out(draft, entries, wide, block_elements) for draft in drafts]
+    return [_lay_out(draft, entries, wide, block_elements, whole) for draft in drafts]
 
 
 def _cover(raw: Sequence[tuple[int, int]], low: int, high: int) -> list[_Piece]:
@@ -203,16 +205,18 @@ def _lay_out(
     entries: Sequence[Entry],
     wide: torch.dtype,
     block_elements: int,
+    whole: bool,
 ) -> Unit:
     indices = sorted({piece.index for chunk in draft for *_, pieces in chunk for piece in pieces})
     header = _HEADER_BYTES + _aligned(len(indices))
     chunks = []
+    parked = 0
     for chunk in draft:
         blocks: list[Block] = []
         offset, second_offset, mean_offset = header, 0, 0
         for codec, second, compressed, pieces in _merged(chunk):
             for segments, gaps, numel in _cut(
-                pieces, math.lcm(codec.group_size, second.group_size), block_elements
+                pieces, math.lcm(codec.group_size, second.group_size), block_elements, whole
             ):
                 dtype = torch.float32 if compressed else wide
                 first = segments[0]
@@ -229,9 +233,11 @@ def _lay_out(
                     second_offset,
                     second.wire_bytes(numel),
                     mean_offset,
+                    parked,
                     compressed,
                 )
                 blocks.append(block)
+                parked += numel
                 offset += _aligned(block.payload_bytes)
                 second_offset += _aligned(block.second_bytes)
                 mean_offset += _aligned(numel * dtype.itemsize)
@@ -262,11 +268,11 @@ def _merged(
 
 
 def _cut(
-    pieces: list[_Piece], group_size: int, block_elements: int
+    pieces: list[_Piece], group_size: int, block_elements: int, whole: bool
 ) -> list[tuple[tuple[Segment, ...], tuple[tuple[int, int], ...], int]]:
     """Lay pieces behind each other in blocks of at most about `block_elements`: (segments, gaps, numel).
 
-    A long piece shares no block, so that codecs can work on it where it lies.
+    A long piece shares no block, so that codecs can work on it where it lies, unless one block is asked for.
     """
     step = max(group_size, block_elements // group_size * group_size)
     blocks = []
@@ -275,9 +281,9 @@ def _cut(
     at = 0
     for piece in pieces:
         done = 0
-        is_long = piece.length >= _LONG_ELEMENTS
+        is_long = piece.length >= _LONG_ELEMENTS and not whole
         while done < piece.length:
-            if at >= step or (at and (is_long or segments[0].length >= _LONG_ELEMENTS)):
+            if at >= step or (at and (is_long or (segments[0].length >= _LONG_ELEMENTS and not whole))):
                 blocks.append((tuple(segments), tuple(gaps), at))
                 segments, gaps, at = [], [], 0
             length = min(piece.length - done, step - at)

@@ -245,7 +245,11 @@ class AffineUint8(Codec):
     ) -> None:
         """factor * scale * (code - zero) of all payloads, the first two in one loop."""
         loops, ends = loops_for(out), loops_for(out, MEAN_LOOPS)
-        if ends is None or len(payloads) < 2 or not out.numel() or not adds_as_torch(loops):
+        is_own = all(
+            getattr(type(self), name) is getattr(AffineUint8, name)
+            for name in ("_parts", "decode", "decode_scaled", "decode_add")
+        )
+        if not is_own or ends is None or len(payloads) < 2 or not out.numel() or not adds_as_torch(loops):
             super().decode_mean(payloads, out, factor, contexts)
             return
         scales, zero, codes = self._factors(payloads[0], out, factor, contexts[0])

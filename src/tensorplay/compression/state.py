@@ -229,11 +229,10 @@ class HookState:
             raise ValueError(f"not a hook state: format is {state.get('format')!r}, expected {_FORMAT!r}")
         if state["kind"] != self.kind():
             raise ValueError(f"the state was saved by {state['kind']}, this is {self.kind()}")
-        mine = self.config()
         different = [
-            f"{name}: saved {state['config'].get(name)!r}, here {mine.get(name)!r}"
-            for name in sorted({*mine, *state["config"]})
-            if state["config"].get(name) != mine.get(name)
+            f"{name}: saved {state['config'].get(name)!r}, here {mine!r}"
+            for name, mine in sorted(self.config().items())  # what else was saved no longer matters
+            if state["config"].get(name) != mine
         ]
         if different:
             raise ValueError(f"the state was saved with other settings: {'; '.join(different)}")

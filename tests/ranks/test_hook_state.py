@@ -85,6 +85,8 @@ def refusals(rank: int, world_size: int) -> list[str]:
         with pytest.raises(ValueError, match=r".") as error:
             state.load_state_dict({**good, **change})
         texts.append(str(error.value))
+    # A setting that was saved once and no longer is one does no harm.
+    state.load_state_dict({**good, "config": {**good["config"], "block_elements": 1 << 19}})
     with pytest.raises(ValueError, match="missing"):
         state.load_state_dict([good])
     plain = torch.nn.parallel.DistributedDataParallel(nn.Linear(50, 50))
